@@ -8,6 +8,9 @@ install a package ``kfac``, so they cannot stand in one environment.
 from kfac import _distribution as _distribution
 from kfac._verify import Report as Report
 from kfac._verify import verify as verify
+from kfac.curvature._capture import path_of as path_of
+from kfac.curvature._capture import scan as scan
+from kfac.curvature._capture import tap as tap
 from kfac.curvature._coverage import Layers as Layers
 from kfac.curvature._coverage import curvature_stride as curvature_stride
 from kfac.curvature._coverage import find_layers as find_layers
@@ -21,9 +24,6 @@ from kfac.curvature._layers import Generic as Generic
 from kfac.curvature._layers import L1Dense as L1Dense
 from kfac.curvature._layers import Readout as Readout
 from kfac.curvature._layers import Scale as Scale
-from kfac.curvature._plain import path_of as path_of
-from kfac.curvature._plain import scan as scan
-from kfac.curvature._plain import tap as tap
 from kfac.curvature._registry import register_layer as register_layer
 from kfac.solve._solvers import cg as cg
 from kfac.step._optimizers import algorithm_1 as algorithm_1

@@ -1,12 +1,9 @@
-"""Lanes dealt out over the devices of a mesh.
+"""What the devices of a mesh share.
 
-Each computes its share of the layers, and all get the results.
-
-Inverses and solutions of layers are the same on all devices of a mesh that splits batches. Computed
-by all, they cost each device what they cost one.
-
-Under the axes of ``jax.shard_map`` and ``jax.pmap``, where programs are each device's own, what
-batches give is averaged here.
+Inverses and solutions of layers are the same on all devices of a mesh that splits batches: computed
+by all, they would cost each device what they cost one. So lanes are dealt out, and results sent to
+all. Under the axes of ``jax.shard_map`` and ``jax.pmap``, where programs are each device's own,
+what batches give is averaged.
 """
 
 from __future__ import annotations
@@ -31,19 +28,13 @@ def over_devices(
     kept: tuple[PyTree, ...] = (),
     whole: bool = True,
 ) -> Any:
-    """``function(*lanes, *kept)``, computed in parts where a mesh is set (``jax.set_mesh``).
-
-    Each device takes some lanes.
+    """``function(*lanes, *kept)``, some lanes by each device where a mesh is set.
 
     Args:
       function: treats every lane by itself, and gives arrays with the lanes first.
       *lanes: trees of arrays with the lanes first, which all devices have.
       kept: more of them, of which devices keep a part of each lane where it can be cut.
       whole: whether every device gets all results, else they are as ``kept``.
-
-    >>> import jax.numpy as jnp
-    >>> over_devices(lambda x: x.sum(1), jnp.ones((3, 2))).tolist()
-    [2.0, 2.0, 2.0]
     """
     axes, parts = _automatic_axes()
     if parts == 1:
@@ -67,9 +58,9 @@ def over_devices(
     if missing:
         lanes, kept = jax.tree.map(padded, (lanes, kept))
     spec = PartitionSpec(axes) if dealt else PartitionSpec()
-    # Lanes are put together one by one for what follows, and cut out of its results. Without
-    # places of their own the whole would count as dealt out on either side, and XLA would send
-    # each lane around by itself; so one exchange serves all.
+    # Lanes are put together one by one for what follows, and cut out of its results. Without places
+    # of their own the whole would count as dealt out on either side, and XLA would send each lane
+    # around by itself; so one exchange serves all.
     result = jax.shard_map(
         function, in_specs=spec, out_specs=spec, axis_names=set(axes), check_vma=False
     )(*jax.tree.map(_whole, lanes), *jax.tree.map(whole_or_cut, kept))
@@ -78,11 +69,6 @@ def over_devices(
 
 
 def divides_lanes() -> bool:
-    """Whether ``over_devices`` gives devices parts of the lanes.
-
-    >>> divides_lanes()
-    False
-    """
     return _automatic_axes()[1] > 1
 
 
@@ -106,21 +92,14 @@ def own_along(axes: Collection[str], tree: PyTree) -> PyTree:
 
 
 def axes_of(array: Array) -> frozenset[str]:
-    """The manual axes that ``jax.shard_map`` takes an array to differ along.
-
-    None where it keeps no account (``check_vma=False``).
-    """
+    """The manual axes along which an array differs, none where JAX keeps no account of it."""
     kind = jax.typeof(array)
     # In JAX's name for it until 0.10, and in the present one.
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
 
 
 def names_of(axis_name: AxisName) -> tuple[str, ...]:
-    """The axes as a tuple, which may be empty.
-
-    >>> names_of("data"), names_of(None)
-    (('data',), ())
-    """
+    """The axes as a tuple, which may be empty."""
     return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
 
 
@@ -136,12 +115,8 @@ def _within_lanes(array: Array, axes: tuple[str, ...], parts: int) -> PartitionS
 
 
 def _automatic_axes() -> tuple[tuple[str, ...], int]:
-    """Axes of the mesh over which XLA divides work, and the product of their sizes.
-
-    XLA, not the user.
-    """
+    """Axes of the mesh over which XLA divides work, and the product of their sizes."""
     mesh = jax.sharding.get_abstract_mesh()
-    axes = tuple(
-        n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto
-    )
-    return axes, math.prod(mesh.shape[name] for name in axes)
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple([name for name, kind in kinds if kind == AxisType.Auto])
+    return axes, math.prod([mesh.shape[name] for name in axes])

@@ -1,7 +1,4 @@
-"""Checks every product and every cheap path of a model's curvature.
-
-Against dense algebra, layer by layer.
-"""
+"""Checks every product of a model's curvature against dense algebra, layer by layer."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kfac._trees import flatten
 from kfac.curvature._blocks import Block
@@ -27,31 +23,20 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What ``verify`` found for one block (the worst of its lanes).
+    """What ``verify`` found for one block (the worst of its lanes)."""
 
-    Attributes:
-      name: of the block.
-      form: how ``curvature="kron"`` computes its products: ``"factors"`` or ``"kron"``.
-      size: parameters of one lane.
-      capture_error: ‖mean of per-example gradients − ∇L‖ / ‖∇L‖: whether every use of the
-        parameters is captured.
-      product_error: ‖F v − UᵀU v / N‖ / ‖UᵀU v / N‖ for a random v and per-example gradients U.
-      cg_error: ‖x − x*‖ / ‖x*‖ of CG run to the end against the direct solution, on the exact
-        block.
-      kron_cosine: cosine between the solutions with ``"kron"`` and with ``"exact"``.
-      rank: numerical rank of F.
-      condition: (λ_max + γ) / (λ_min + γ).
-    """
-
-    name: str
-    form: str
-    size: int
+    name: str  # of the block
+    form: str  # how ``curvature="kron"`` computes its products: ``"factors"`` or ``"kron"``
+    size: int  # parameters of one lane
+    # ‖mean of per-example gradients − ∇L‖ / ‖∇L‖: whether every use of the parameters is captured
     capture_error: float
+    # ‖F v − UᵀU v / N‖ / ‖UᵀU v / N‖ for a random v and per-example gradients U
     product_error: float
+    # ‖x − x*‖ / ‖x*‖ of CG run to the end against the direct solution, on the exact block
     cg_error: float
-    kron_cosine: float
-    rank: int
-    condition: float
+    kron_cosine: float  # cosine between the solutions with ``"kron"`` and with ``"exact"``
+    rank: int  # numerical rank of F
+    condition: float  # (λ_max + γ) / (λ_min + γ)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,36 +52,15 @@ class Report:
     layers: Layers
 
     def __str__(self) -> str:
-        head = (
-            "block",
-            "form",
-            "size",
-            "capture",
-            "product",
-            "cg",
-            "cos kron",
-            "rank",
-            "condition",
-        )
-        lines: list[tuple[str, ...]] = [head]
-        for r in self.rows:
-            errors = [f"{e:.1e}" for e in (r.capture_error, r.product_error, r.cg_error)]
-            lines.append(
-                (
-                    r.name,
-                    r.form,
-                    str(r.size),
-                    *errors,
-                    f"{r.kron_cosine:.3f}",
-                    str(r.rank),
-                    f"{r.condition:.1e}",
-                )
-            )
-        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-        table = [
-            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        ]
+        names = ("block", "form", "size", "capture", "product", "cg", "cos kron", "rank")
+        lines = [(*names, "condition")]
+        for row in self.rows:
+            errors = [f"{e:.1e}" for e in (row.capture_error, row.product_error, row.cg_error)]
+            numbers = (*errors, f"{row.kron_cosine:.3f}", str(row.rank), f"{row.condition:.1e}")
+            lines.append((row.name, row.form, str(row.size), *numbers))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        padded = [map(str.ljust, line, widths) for line in lines]
+        table = ["  ".join(cells).rstrip() for cells in padded]
         return "\n".join([*table, f"{100 * self.layers.coverage:.1f} % of the parameters covered"])
 
 
@@ -109,9 +73,7 @@ def verify(
     batch_size: int | None = None,
     key: Key | None = None,
 ) -> Report:
-    """Compares the curvature of every layer with dense algebra.
-
-    It is of the empirical Fisher matrix of one batch.
+    """Compares the curvature of every layer, of the empirical Fisher matrix, with dense algebra.
 
     For a batch of N examples it holds every example's gradient of each layer in turn, N × size
     numbers: use a small batch. A large ``capture_error`` means that a parameter is also used where
@@ -146,56 +108,43 @@ def verify(
     for i, block in enumerate(curvature.layers.blocks.values()):
         compute = jax.jit(functools.partial(_check, block))
         found = compute(flat, flat_grads, curvature, damping, jax.random.fold_in(root, i))
-        numbers = {name: np.asarray(values) for name, values in found.items()}
-        worst = {k: float(v.min() if k == "kron_cosine" else v.max()) for k, v in numbers.items()}
+        worst = {name: float(jnp.max(values)) for name, values in found.items()}
+        worst["kron_cosine"], rank = float(found["kron_cosine"].min()), int(worst.pop("rank"))
         form = "factors" if block.factored else "kron"
-        rows.append(Row(block.name, form, block.size, **{**worst, "rank": int(worst["rank"])}))
+        rows.append(Row(block.name, form, block.size, rank=rank, **worst))
     return Report(tuple(rows), curvature.layers)
 
 
 def _check(
-    block: Block,
-    params: dict,
-    grads: dict,
-    curvature: Curvature,
-    damping: float | Array,
-    key: Array,
+    block: Block, params: dict, grads: dict, curvature: Curvature, damping: float, key: Array
 ) -> dict[str, Array]:
     (exact,) = systems.build(curvature, params, {block.name: "exact"})
     b = exact.pack(systems.lanes_of(block, grads))
-    flat = solver.lane_flatten(b)[0]
-    u = exact.example_gradients()
-
-    def norm(a: Array) -> Array:
-        return jnp.linalg.norm(a, axis=-1)
+    flat, unflatten = solver.lane_flatten(b)
+    u, examples = exact.example_gradients(), curvature.num_examples
+    norm = functools.partial(jnp.linalg.norm, axis=-1)
 
     def relative(a: Array, truth: Array) -> Array:
         return norm(a - truth) / jnp.maximum(norm(truth), jnp.finfo(flat.dtype).tiny)
 
     v = jax.random.normal(key, flat.shape, flat.dtype)
-    unflatten = solver.lane_flatten(b)[1]
     product = solver.lane_flatten(exact.matvec(unflatten(v)))[0]
-    dense_product = (
-        jnp.einsum("lep,le->lp", u, jnp.einsum("lep,lp->le", u, v)) / curvature.num_examples
-    )
-
-    # UUᵀ has the eigenvalues of UᵀU that are not 0, and as many rows as there are
-    # examples, not parameters.
-    eigenvalues = jnp.linalg.eigvalsh(jnp.einsum("lep,lfp->lef", u, u)) / curvature.num_examples
+    dense_product = jnp.einsum("lep,le->lp", u, jnp.einsum("lep,lp->le", u, v)) / examples
+    # UUᵀ has the eigenvalues of UᵀU that are not 0, and as many rows as there are examples, not
+    # parameters.
+    eigenvalues = jnp.linalg.eigvalsh(jnp.einsum("lep,lfp->lef", u, u)) / examples
     gamma = damping * eigenvalues.sum(1) / block.size
-    direct = solver.solve_dual(u, b, gamma, curvature.num_examples)
+    direct = solver.solve_dual(u, b, gamma, examples)
     rows = min(u.shape[1], block.size)
     iterated = solver.cg(exact.matvec, b, gamma, max_iterations=2 * rows + 10, tolerance=1e-10)
     kron = _kron_solution(block, curvature, params, b, damping)
-    x = solver.lane_flatten(direct.x)[0]
-    y = solver.lane_flatten(kron)[0]
+    x, y = solver.lane_flatten(direct.x)[0], solver.lane_flatten(kron)[0]
     top = eigenvalues[:, -1]
     bottom = jnp.where(u.shape[1] < block.size, 0, jnp.maximum(eigenvalues[:, -rows], 0))
-    # Below it, rounding: the rule of NumPy's matrix_rank, for the squares of singular
-    # values.
+    # Below it, rounding: the rule of NumPy's matrix_rank, for the squares of singular values.
     threshold = top * max(u.shape[1:]) * jnp.finfo(flat.dtype).eps
     return {
-        "capture_error": relative(u.sum(1) / curvature.num_examples, flat),
+        "capture_error": relative(u.sum(1) / examples, flat),
         "product_error": relative(product, dense_product),
         "cg_error": relative(solver.lane_flatten(iterated.x)[0], x),
         "kron_cosine": (x * y).sum(1) / (norm(x) * norm(y)),
@@ -204,9 +153,7 @@ def _check(
     }
 
 
-def _kron_solution(
-    block: Block, curvature: Curvature, params: dict, b: PyTree, damping: float | Array
-) -> PyTree:
+def _kron_solution(block: Block, curvature: Curvature, params: dict, b: Any, damping: float) -> Any:
     form = "factors" if block.factored else "kron"
     factors = systems.new_factors(block, curvature, systems.lanes_of(block, params), form)
     (system,) = systems.build(curvature, params, {block.name: form}, {block.name: factors})

@@ -18,39 +18,33 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from kfac.curvature._capture import Tap
-from kfac.curvature._layers import Dense, Generic
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-    Lane = tuple[Array, ...]  # one array per parameter of a block, of one lane
+    Lane = tuple[Array, ...]  # one array per parameter of a block, or per use, of one lane
+    Program = tuple["Use", ...]
 
+# Rows of the largest factor that is formed: what is wider has the diagonal of its right one.
 MOST_ROWS = 8192
-"""Rows of the largest factor that is formed: what is wider has the diagonal of its right one."""
-EXAMPLES_AT_ONCE = (
-    16  # at most, whose own gradients are held together where only their squares are summed
-)
+# At most so many examples' own gradients are held together where only their squares are summed.
+EXAMPLES_AT_ONCE = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-    """A parameter of a block.
+    """A parameter of a block."""
 
-    Attributes:
-      path: where it stands in the parameter tree.
-      shape: its shape inside the layer.
-      stack_axes: the axes of the whole parameter that number layers stacked for a scan or vmap.
-    """
-
-    path: str
-    shape: tuple[int, ...]
+    path: str  # where it stands in the parameter tree
+    shape: tuple[int, ...]  # its shape inside the layer
+    # the axes of the whole parameter that number layers stacked for a scan or vmap
     stack_axes: tuple[int, ...] = ()
 
     def to_lanes(self, array: Array) -> Float[Array, "lane ..."]:
@@ -66,32 +60,18 @@ class Param:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """One call of a layer, for one lane.
+    """One call of a layer, for one lane."""
 
-    Attributes:
-      name: of the tap.
-      layer: kind of layer.
-      roles: (role in the layer, index among the block's parameters).
-      frames: (size, whether it numbers lanes) of each leading axis of the captured arrays.
-      output: shape and dtype of y, with the frames that are not lanes.
-      input_dtypes: dtypes of the leaves of x.
-      example_axis: the axis of ``output`` that numbers examples (each perhaps with several tokens).
-      num_examples: N.
-    """
-
-    name: str
-    layer: Dense | Generic
-    roles: tuple[tuple[str, int], ...]
+    name: str  # of the tap
+    layer: Any  # its kind, a ``Dense`` or a ``Generic``
+    roles: tuple[tuple[str, int], ...]  # (role in the layer, index among the block's parameters)
+    # (size, whether it numbers lanes) of each leading axis of the captured arrays
     frames: tuple[tuple[int, bool], ...]
-    output: jax.ShapeDtypeStruct
-    input_dtypes: tuple[Any, ...]
+    output: jax.ShapeDtypeStruct  # shape and dtype of y, with the frames that are not lanes
+    input_dtypes: tuple[Any, ...]  # dtypes of the leaves of x
+    # the axis of ``output`` that numbers examples (each perhaps with several tokens)
     example_axis: int
-    num_examples: int
-
-    @property
-    def dense(self) -> Dense:
-        """The layer, which is one with factors."""
-        return cast("Dense", self.layer)
+    num_examples: int  # N
 
     @property
     def num_tokens(self) -> int:
@@ -100,56 +80,27 @@ class Use:
 
     @property
     def num_outputs(self) -> int:
-        """Features of the layer's output."""
         return self.output.shape[-1]
 
     @property
     def captured_example_axis(self) -> int:
-        """The example axis among the axes of captured arrays.
-
-        Frames that number lanes are still in place there.
-        """
+        """The example axis of captured arrays, where frames that number lanes are in place."""
         inner = [i for i, (_, is_lane) in enumerate(self.frames) if not is_lane]
         if self.example_axis < len(inner):
             return inner[self.example_axis]
         return self.example_axis + len(self.frames) - len(inner)
 
-    def with_examples(self, num_examples: int) -> Use:
-        """The same use in a batch of another size."""
-
-        def resized(size: int) -> int:  # the axis may hold each example's tokens too
-            return size // self.num_examples * num_examples
-
-        shape, frames, inner = (
-            list(self.output.shape),
-            list(self.frames),
-            self.captured_example_axis,
-        )
-        shape[self.example_axis] = resized(shape[self.example_axis])
+    def with_examples(self, count: int) -> Use:
+        old, shape, frames = self.num_examples, [*self.output.shape], [*self.frames]
+        axis, inner = self.example_axis, self.captured_example_axis
+        shape[axis] = shape[axis] // old * count  # it may hold each example's tokens too
         if inner < len(frames):
-            frames[inner] = (resized(frames[inner][0]), frames[inner][1])
+            frames[inner] = (frames[inner][0] // old * count, frames[inner][1])
         output = jax.ShapeDtypeStruct(tuple(shape), self.output.dtype)
-        return dataclasses.replace(
-            self, output=output, frames=tuple(frames), num_examples=num_examples
-        )
+        return dataclasses.replace(self, output=output, frames=tuple(frames), num_examples=count)
 
     def own(self, params: Lane) -> dict[str, Array]:
-        """The parameters of this use by role."""
         return {role: params[i] for role, i in self.roles}
-
-    def as_matrix(self, v: Lane) -> Float[Array, "rows outputs"]:
-        """[V; v_b] of a factored layer."""
-        return self.dense.matrix(self.own(v))
-
-    def from_matrix(self, params: Lane, matrix: Float[Array, "rows outputs"]) -> dict[str, Array]:
-        """The inverse of ``as_matrix``, by role."""
-        return self.dense.unmatrix(self.own(params), matrix)
-
-    def mean_left(
-        self, params: Lane, left: Float[Array, "lifted lifted"]
-    ) -> Float[Array, "rows rows"]:
-        """The left factor as it acts on ``as_matrix``, averaged over outputs."""
-        return self.dense.mean_left(self.own(params), left)
 
     def lanes_first(self, array: Array, num_column_axes: int = 0) -> Array:
         """A captured array with the frames that number lanes as one leading axis."""
@@ -158,32 +109,22 @@ class Use:
         return array.reshape(-1, *array.shape[len(lanes) :])
 
     def inputs(self, x: Any) -> Any:
-        """Captured inputs of all lanes, with the dtypes they had."""
         leaves, treedef = jax.tree.flatten(x)
-        leaves = [
-            self.lanes_first(a).astype(d) for a, d in zip(leaves, self.input_dtypes, strict=True)
-        ]
-        return jax.tree.unflatten(treedef, leaves)
+        pairs = zip(leaves, self.input_dtypes, strict=True)
+        return jax.tree.unflatten(treedef, [self.lanes_first(a).astype(d) for a, d in pairs])
 
-    def cotangents(
-        self, g: Float[Array, "column ..."]
-    ) -> Float[Array, "lane column example token out"]:
-        """Captured cotangents of all lanes."""
+    def cotangents(self, g: Array) -> Float[Array, "lane column example token out"]:
         return jax.vmap(jax.vmap(self.rows))(self.lanes_first(g, num_column_axes=1))
 
     def rows(self, array: Array) -> Float[Array, "example token out"]:
         """An array shaped like y as (N, T, features)."""
-        return jnp.moveaxis(array, self.example_axis, 0).reshape(
-            self.num_examples, -1, array.shape[-1]
-        )
+        array = jnp.moveaxis(array, self.example_axis, 0)
+        return array.reshape(self.num_examples, -1, array.shape[-1])
 
     def split_examples(self, x: Any) -> Any:
-        """Inputs of one lane by example, on a leading axis.
-
-        None where the inputs do not number them as y does.
-        """
+        """Inputs of one lane by example, first; None where they do not number them as y does."""
         axis, size = self.example_axis, self.output.shape[self.example_axis]
-        if any(a.shape[axis : axis + 1] != (size,) for a in jax.tree.leaves(x)):
+        if any([a.shape[axis : axis + 1] != (size,) for a in jax.tree.leaves(x)]):
             return None
 
         def split(a: Array) -> Array:
@@ -195,7 +136,7 @@ class Use:
     def jvp(self, linearized: Any, v: Lane) -> Float[Array, "example token out"]:
         """J v, in float32 or better."""
         y = self.layer.jvp(linearized, self.own(v), self.output)
-        return self.rows(y.astype(_accumulator(y)))
+        return self.rows(y.astype(accumulator(y)))
 
     def vjp(self, linearized: Any, z: Float[Array, "example token out"]) -> dict[str, Array]:
         """Jᵀ z by role."""
@@ -207,63 +148,48 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The parameters of a layer, and every call that uses them (several for tied weights).
+    """The parameters of a layer, and every call that uses them (several for tied weights)."""
 
-    Attributes:
-      name: for tables, telemetry and optimizer state.
-      params: its parameters.
-      uses: the calls.
-      lanes: how many layers of this shape are stacked (1 unless scanned or vmapped).
-    """
+    name: str  # for tables, telemetry and optimizer state
+    params: tuple[Param, ...]  # its parameters
+    uses: tuple[Use, ...]  # the calls
+    lanes: int  # how many layers of this shape are stacked (1 unless scanned or vmapped)
 
-    name: str
-    params: tuple[Param, ...]
-    uses: tuple[Use, ...]
-    lanes: int
-
-    def with_examples(self, num_examples: int) -> Block:
-        """The same block in a batch of another size."""
-        return dataclasses.replace(
-            self, uses=tuple(use.with_examples(num_examples) for use in self.uses)
-        )
+    def with_examples(self, count: int) -> Block:
+        uses = tuple([use.with_examples(count) for use in self.uses])
+        return dataclasses.replace(self, uses=uses)
 
     @property
     def size(self) -> int:
-        """Number of parameters of one lane."""
-        return sum(math.prod(p.shape) for p in self.params)
+        return sum([math.prod(p.shape) for p in self.params])
 
-    @property
-    def program(self) -> tuple:
-        """All that the products depend on besides arrays.
+    @functools.cached_property
+    def program(self) -> tuple[Use, ...]:
+        """All that products depend on besides arrays: blocks of equal ones are solved together."""
+        # Frames are where captured arrays keep their lanes, which lie on the first axis by then.
+        return tuple([dataclasses.replace(use, name="", frames=()) for use in self.uses])
 
-        Blocks with equal programs can be solved together.
-        """
-        # Frames are only where captured arrays keep their lanes, which lie on the first
-        # axis by then.
-        return tuple(dataclasses.replace(use, name="", frames=()) for use in self.uses)
-
-    @property
+    @functools.cached_property
     def factored(self) -> bool:
-        """Whether all uses are dense of one lifted shape.
-
-        Then two Kronecker factors describe the block.
-        """
-        if not all(u.layer.factored for u in self.uses):
+        """Whether two Kronecker factors describe it: all uses are dense, of one lifted shape."""
+        if not all([u.layer.factored for u in self.uses]):
             return False
-        return len({(u.layer, self.lifted_shape(u)) for u in self.uses}) == 1
+        return len({(u.layer, self._lifted_shape(u)) for u in self.uses}) == 1
 
-    def lifted_shape(self, use: Use) -> tuple[int, int]:
-        """(inputs, outputs) of the matrix that a dense use multiplies its features by."""
-        return use.dense.lifted_shape({role: self.params[i].shape for role, i in use.roles})
+    @functools.cached_property
+    def lifted_shape(self) -> tuple[int, int]:
+        """(inputs, outputs) of the matrix that a factored block multiplies features by."""
+        return self._lifted_shape(self.uses[0])
+
+    def _lifted_shape(self, use: Use) -> tuple[int, int]:
+        return use.layer.lifted_shape({role: self.params[i].shape for role, i in use.roles})
 
 
-def find_blocks(
-    taps: dict[str, Tap], num_examples: int
-) -> tuple[tuple[Block, ...], dict[str, str]]:
+def find_blocks(taps: dict[str, Tap], num_examples: int) -> tuple[dict[str, Block], dict[str, str]]:
     """Groups tapped calls into blocks that share no parameter.
 
     Returns:
-      The blocks, and reason by name for each tapped call that cannot have one.
+      The blocks by name, and reason by name for each tapped call that cannot have one.
     """
     found: dict[str, tuple[Tap, dict[str, Param], tuple[bool, ...], int]] = {}
     skipped: dict[str, str] = {}
@@ -282,24 +208,21 @@ def find_blocks(
             groups.remove(group)
             paths, names = paths | group[0], group[1] + names
         groups.append((paths, names))
-    blocks = []
+    blocks = {}
     for paths, names in groups:
-        block = next((partly[path] for path in sorted(paths & partly.keys())), None)
+        block = next(iter([partly[path] for path in sorted(paths & partly.keys())]), None)
         block = block or _make_block({name: found[name] for name in names}, num_examples)
         if isinstance(block, str):
             skipped |= dict.fromkeys(names, block)
         else:
-            blocks.append(block)
-    return tuple(blocks), skipped
+            blocks[block.name] = block
+    return blocks, skipped
 
 
 def _resolve(
     tap: Tap, num_examples: int
 ) -> tuple[dict[str, Param], tuple[bool, ...], int] | str | None:
-    """Parameters, lane frames and example axis of a tapped call, or why it can have no block.
-
-    None where there was no call.
-    """
+    """Parameters, lane frames and example axis of a call, or why it can have no block, if it is."""
     if not tap.captured:
         return tap.reason
     stacked = list({role.stacked for role in tap.params.values()})
@@ -308,24 +231,15 @@ def _resolve(
     axis = _example_axis(tap, stacked[0], num_examples)
     if axis is None:
         return f"no axis of its output {tap.y.shape} numbers the {num_examples} examples"
-    params = {
-        name: Param(role.path, tap.shapes[name], role.stack_axes)
-        for name, role in tap.params.items()
-    }
+    roles = tap.params.items()
+    params = {name: Param(r.path, tap.shapes[name], r.stack_axes) for name, r in roles}
     return params, stacked[0], axis
 
 
 def _example_axis(tap: Tap, stacked: tuple[bool, ...], num_examples: int) -> int | None:
-    """How the examples are numbered.
-
-    By a vmap, else by the output's first axis (which may hold tokens too), else by a
-    scan.
-    """
-    inner = [
-        (size, i >= len(tap.scans))
-        for i, (size, s) in enumerate(zip(tap.frames, stacked, strict=True))
-        if not s
-    ]
+    """By a vmap, else by the output's first axis (which may hold tokens too), else by a scan."""
+    sizes = zip(tap.frames, stacked, strict=True)
+    inner = [(size, i >= len(tap.scans)) for i, (size, is_lane) in enumerate(sizes) if not is_lane]
     vmaps = [i for i, (size, is_vmap) in enumerate(inner) if is_vmap and size == num_examples]
     scans = [i for i, (size, is_vmap) in enumerate(inner) if not is_vmap and size == num_examples]
     first = [len(inner)] if len(tap.y.shape) > 1 and tap.y.shape[0] % num_examples == 0 else []
@@ -338,28 +252,16 @@ def _make_block(members: dict[str, tuple], num_examples: int) -> Block | str:
         for param in own.values():
             if params.setdefault(param.path, param) != param:
                 return f"{param.path} is stacked in one use and not in another"
-    order = list(params)
-    lanes = set()
-    uses = []
+    order, lanes, uses = list(params), set(), []
     for name, (tap, own, stacked, axis) in members.items():
-        lanes.add(math.prod(size for size, s in zip(tap.frames, stacked, strict=True) if s))
-        roles = tuple((role, order.index(p.path)) for role, p in own.items())
-        dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(tap.x))
         frames = tuple(zip(tap.frames, stacked, strict=True))
-        inner = tuple(size for size, is_lane in frames if not is_lane)
+        lanes.add(math.prod([size for size, is_lane in frames if is_lane]))
+        roles = tuple([(role, order.index(p.path)) for role, p in own.items()])
+        dtypes = tuple([leaf.dtype for leaf in jax.tree.leaves(tap.x)])
+        inner = [size for size, is_lane in frames if not is_lane]
         output = jax.ShapeDtypeStruct((*inner, *tap.y.shape), tap.y.dtype)
-        uses.append(
-            Use(
-                name,
-                tap.layer.framed(len(inner)),
-                roles,
-                frames,
-                output,
-                dtypes,
-                axis,
-                num_examples,
-            )
-        )
+        layer = tap.layer.framed(len(inner))
+        uses.append(Use(name, layer, roles, frames, output, dtypes, axis, num_examples))
     if len(lanes) > 1:
         return "its uses are stacked differently"
     return Block(next(iter(members)), tuple(params.values()), tuple(uses), lanes.pop())
@@ -369,21 +271,17 @@ def _make_block(members: dict[str, tuple], num_examples: int) -> Block | str:
 # (column, example, token, out).
 
 
-def linearize(program: tuple[Use, ...], params: Lane, inputs: tuple) -> tuple:
-    """The local Jacobians of all uses at the captured inputs."""
-    return tuple(
-        use.layer.linearize(use.own(params), x) for use, x in zip(program, inputs, strict=True)
-    )
+def linearize(program: Program, params: Lane, inputs: tuple) -> tuple:
+    pairs = zip(program, inputs, strict=True)
+    return tuple([use.layer.linearize(use.own(params), x) for use, x in pairs])
 
 
-def pushforward(program: tuple[Use, ...], linearized: tuple, v: Lane) -> tuple[Array, ...]:
+def pushforward(program: Program, linearized: tuple, v: Lane) -> Lane:
     """J v of each use, (N, T, outputs)."""
-    return tuple(use.jvp(state, v) for use, state in zip(program, linearized, strict=True))
+    return tuple([use.jvp(state, v) for use, state in zip(program, linearized, strict=True)])
 
 
-def pullback(
-    program: tuple[Use, ...], linearized: tuple, zs: tuple[Array, ...], like: Lane
-) -> Lane:
+def pullback(program: Program, linearized: tuple, zs: Sequence[Array], like: Lane) -> Lane:
     """Σ_uses Jᵀ z."""
     total = [jnp.zeros_like(p) for p in like]
     for use, state, z in zip(program, linearized, zs, strict=True):
@@ -393,29 +291,22 @@ def pullback(
     return tuple(total)
 
 
-def example_derivatives(
-    g: tuple[Array, ...], pushed: tuple[Array, ...]
-) -> Float[Array, "column example"]:
+def example_derivatives(g: Lane, pushed: Lane) -> Float[Array, "column example"]:
     """θ_n = ⟨g_n, J_n v⟩: each example's derivative of its loss along v."""
-    return functools.reduce(
-        jnp.add, (jnp.einsum("cnto,nto->cn", gs, ys) for gs, ys in zip(g, pushed, strict=True))
-    )
+    pairs = zip(g, pushed, strict=True)
+    return functools.reduce(jnp.add, [jnp.einsum("cnto,nto->cn", gs, ys) for gs, ys in pairs])
 
 
-def exact_product(
-    program: tuple[Use, ...], linearized: tuple, g: tuple[Array, ...], v: Lane
-) -> Lane:
+def exact_product(program: Program, linearized: tuple, g: Lane, v: Lane) -> Lane:
     """F v = (1/N) Σ_n Jᵀ(θ_n g_n)."""
     theta = example_derivatives(g, pushforward(program, linearized, v)) / program[0].num_examples
-    return pullback(
-        program, linearized, tuple(jnp.einsum("cn,cnto->nto", theta, gs) for gs in g), v
-    )
+    return pullback(program, linearized, [jnp.einsum("cn,cnto->nto", theta, gs) for gs in g], v)
 
 
 def kron_product(
-    program: tuple[Use, ...],
+    program: Program,
     linearized: tuple,
-    right: tuple[Array, ...],
+    right: Lane,
     v: Lane,
     weights: Float[Array, " example"] | None = None,
 ) -> Lane:
@@ -431,10 +322,10 @@ def kron_product(
         y = y * matrix if matrix.ndim == 1 else y @ matrix
         y = y if weights is None else y * weights[:, None, None]
         zs.append(y / (use.num_examples * tokens))
-    return pullback(program, linearized, tuple(zs), v)
+    return pullback(program, linearized, zs, v)
 
 
-def output_groups(program: tuple[Use, ...]) -> dict[int, int]:
+def output_groups(program: Program) -> dict[int, int]:
     """Number of outputs → tokens per example of all uses with that many, in order of first use."""
     groups: dict[int, int] = {}
     for use in program:
@@ -442,11 +333,7 @@ def output_groups(program: tuple[Use, ...]) -> dict[int, int]:
     return groups
 
 
-def right_factors(
-    program: tuple[Use, ...],
-    g: tuple[Array, ...],
-    narrow: str | None = None,
-) -> tuple[Array, ...]:
+def right_factors(program: Program, g: Lane, narrow: str | None = None) -> Lane:
     """𝒢 = Σ g gᵀ / N over the uses with equally many outputs.
 
     Its diagonal where it has more than ``MOST_ROWS`` rows. Of g rounded to ``narrow``, if given.
@@ -456,23 +343,24 @@ def right_factors(
         total = 0
         for use, gs in zip(program, g, strict=True):
             if use.num_outputs == outputs:
-                gs = _narrowed(gs, narrow)
-                # float32 sums: with the 8 bits of bfloat16 a sum of equal terms stops
-                # growing after 256 of them.
+                # float32 sums: with the 8 bits of bfloat16 a sum of equal terms stops growing after
+                # 256 of them.
                 product = "cnto,cntp->op" if outputs <= MOST_ROWS else "cnto,cnto->o"
-                total += jnp.einsum(product, gs, gs, preferred_element_type=_accumulator(gs))
-        # N, where the left factor has N T: the cotangents of an example's tokens are
-        # parts of one loss, which add up.
+                total += _squared(product, gs, narrow)
+        # N, where the left factor has N T: the cotangents of an example's tokens are parts of one
+        # loss, which add up.
         factors.append(total / program[0].num_examples)
     return tuple(factors)
 
 
-def _narrowed(array: Array, dtype: str | None) -> Array:
-    return array if dtype is None else array.astype(dtype)
+def _squared(product: str, array: Array, narrow: str | None) -> Array:
+    """A product of an array, rounded to ``narrow`` if given, with itself."""
+    array = array if narrow is None else array.astype(narrow)
+    return jnp.einsum(product, array, array, preferred_element_type=accumulator(array))
 
 
 def left_factor(
-    program: tuple[Use, ...],
+    program: Program,
     params: Lane,
     inputs: tuple,
     narrow: str | None = None,
@@ -482,75 +370,58 @@ def left_factor(
 
     Of φ rounded to ``narrow``, if given; ``weights`` are of examples, and of mean 1.
     """
-    tokens = sum(use.num_tokens for use in program)
     moments = []
     for use, x in zip(program, inputs, strict=True):
-        features = use.rows(use.dense.features(use.own(params), x))
+        features = use.rows(use.layer.features(use.own(params), x))
         features = features if weights is None else features * jnp.sqrt(weights)[:, None, None]
-        features = _narrowed(features, narrow)
-        moments.append(
-            jnp.einsum(
-                "nti,ntj->ij", features, features, preferred_element_type=_accumulator(features)
-            )
-        )
+        moments.append(_squared("nti,ntj->ij", features, narrow))
+    tokens = sum([use.num_tokens for use in program])
     return functools.reduce(jnp.add, moments) / (program[0].num_examples * tokens)
 
 
 def factored_trace(use: Use, params: Lane, left: Array, right: Array) -> Float[Array, ""]:
-    """tr Lᵀ(𝒜 ⊗ 𝒢)L, with L the lift of the layer.
-
-    From the diagonal of 𝒢 and one trace for each output.
-    """
-    return use.dense.left_traces(use.own(params), left) @ jnp.diagonal(right)
+    """tr Lᵀ(𝒜 ⊗ 𝒢)L with L the lift of the layer: one trace for each output."""
+    return use.layer.left_traces(use.own(params), left) @ jnp.diagonal(right)
 
 
 def factor_product(use: Use, params: Lane, left: Array, right: Array, matrix: Array) -> Array:
     """K v = Lᵀ(𝒜 L(v) 𝒢) for v as a matrix [V; v_b], with L the lift of the layer."""
-    layer, own = use.dense, use.own(params)
+    layer, own = use.layer, use.own(params)
     lifted = layer.lift(own, layer.unmatrix(own, matrix))
     return layer.matrix(layer.project(own, left @ lifted @ right))
 
 
 def example_gradients(
-    program: tuple[Use, ...], params: Lane, inputs: tuple, linearized: tuple, g: tuple[Array, ...]
+    program: Program, params: Lane, inputs: tuple, linearized: tuple, g: Lane
 ) -> Lane:
     """Every example's own gradient, one row per example and column: U of F = UᵀU/N."""
-
-    def whole(gradient: Lane) -> Lane:
-        return gradient
-
-    rows = _map_examples(whole, program, params, inputs, linearized, g)
+    rows = _map_examples(lambda gradient: gradient, program, params, inputs, linearized, g)
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), rows)
 
 
 def exact_trace(
-    program: tuple[Use, ...], params: Lane, inputs: tuple, linearized: tuple, g: tuple[Array, ...]
+    program: Program, params: Lane, inputs: tuple, linearized: tuple, g: Lane
 ) -> Float[Array, ""]:
     """tr F = Σ_n ‖u_n‖² / N, at the cost of one pull-back; the u_n are not kept."""
 
     def squared_norm(gradient: Lane) -> Array:
-        return functools.reduce(jnp.add, (jnp.sum(jnp.square(p)) for p in gradient))
+        return functools.reduce(jnp.add, [jnp.sum(jnp.square(p)) for p in gradient])
 
-    return (
-        _map_examples(squared_norm, program, params, inputs, linearized, g).sum()
-        / program[0].num_examples
-    )
+    squares = _map_examples(squared_norm, program, params, inputs, linearized, g)
+    return squares.sum() / program[0].num_examples
 
 
 def _map_examples(
     function: Callable[[Lane], Any],
-    program: tuple[Use, ...],
+    program: Program,
     params: Lane,
     inputs: tuple,
     linearized: tuple,
-    g: tuple[Array, ...],
+    g: Lane,
 ) -> Any:
-    """``function`` of each example's own gradient.
-
-    On axes that number chunks of examples, examples and columns.
-    """
+    """``function`` of each example's own gradient, by chunk, example in it, and column."""
     num_examples = program[0].num_examples
-    split = tuple(use.split_examples(x) for use, x in zip(program, inputs, strict=True))
+    split = tuple([use.split_examples(x) for use, x in zip(program, inputs, strict=True)])
 
     def one(example: Array, xs: tuple, g: tuple) -> Any:
         total = [jnp.zeros_like(p) for p in params]
@@ -569,15 +440,14 @@ def _map_examples(
     together = math.gcd(num_examples, EXAMPLES_AT_ONCE)
 
     def chunked(a: Array) -> Array:
-        # Strided, not contiguous: every device keeps its own examples when they are
-        # sharded.
+        # Strided, not contiguous: every device keeps its own examples when they are sharded.
         return jnp.swapaxes(a.reshape(together, -1, *a.shape[1:]), 0, 1)
 
-    chunks = jax.tree.map(
-        chunked, (jnp.arange(num_examples), split, tuple(jnp.moveaxis(gs, 1, 0) for gs in g))
-    )
+    by_example = tuple([jnp.moveaxis(gs, 1, 0) for gs in g])
+    chunks = jax.tree.map(chunked, (jnp.arange(num_examples), split, by_example))
     return jax.lax.map(lambda chunk: each(*chunk), chunks)
 
 
-def _accumulator(array: Array) -> Any:
+def accumulator(array: Array) -> Any:
+    """The dtype that sums of an array are kept in: float32 or better."""
     return jnp.promote_types(array.dtype, jnp.float32)

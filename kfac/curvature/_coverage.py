@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from kfac._trees import flatten, is_inside, masked_paths, path_name
+from kfac._trees import flatten, masked_paths, path_name
 from kfac.curvature._blocks import Block, find_blocks
 from kfac.curvature._capture import Tap
 from kfac.curvature._tracing import record_taps, without_modules
@@ -24,10 +25,9 @@ LEFT_OUT = "left out"
 LOW_COVERAGE = 0.5
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Layers:
     """The layers of a model that have curvature; printing it gives the coverage table.
-
-    They are found by tracing the model's loss.
 
     Attributes:
       blocks: name → block, in the order of the calls.
@@ -36,38 +36,28 @@ class Layers:
       reasons: path → why the parameter has no block, where a layer with it was met.
     """
 
-    def __init__(
-        self,
-        blocks: Sequence[Block],
-        skipped: dict[str, str],
-        shapes: dict[str, tuple[int, ...]],
-        reasons: dict[str, str],
-    ):
-        self.blocks = {block.name: block for block in blocks}
-        self.skipped = dict(skipped)
-        self.shapes = dict(shapes)
-        self.reasons = dict(reasons)
+    blocks: dict[str, Block]
+    skipped: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+    reasons: dict[str, str]
 
     @property
     def block_of(self) -> dict[str, str]:
-        """Path → name of the block of every covered parameter."""
         return {param.path: name for name, block in self.blocks.items() for param in block.params}
 
     @property
     def coverage(self) -> float:
         """Share of the parameters (counted as numbers) that some block covers."""
         sizes = {path: math.prod(shape) for path, shape in self.shapes.items()}
-        return sum(sizes[path] for path in self.block_of) / max(sum(sizes.values()), 1)
+        return sum([sizes[path] for path in self.block_of]) / max(sum(sizes.values()), 1)
 
-    def uncovered(self, count: int) -> dict[str, str]:
-        """Path → reason of the largest so many parameters without a block."""
+    def uncovered(self) -> str:
+        """The largest parameters without a block, and why they have none."""
         paths = sorted(self.shapes.keys() - self.block_of, key=lambda p: -math.prod(self.shapes[p]))
-        return {path: self.reasons.get(path, "no layer met") for path in paths[:count]}
+        return "; ".join(f"{p}: {self.reasons.get(p, _NOT_MET)}" for p in paths[:3])
 
     def select(self, predicate: Callable[[Block], bool]) -> Layers:
-        """These layers without the blocks that a predicate refuses.
-
-        Their parameters go to the fallback.
+        """These layers without the blocks that a predicate refuses, for the fallback to train.
 
         >>> import jax.numpy as jnp, kfac
         >>> params = {"fc": {"kernel": jnp.ones((3, 2))}}
@@ -78,31 +68,31 @@ class Layers:
         0.0
         """
         kept = {name: block for name, block in self.blocks.items() if predicate(block)}
-        refused = dict.fromkeys(set(self.blocks) - set(kept), LEFT_OUT)
-        paths = dict.fromkeys((p for p, name in self.block_of.items() if name in refused), LEFT_OUT)
-        return Layers(
-            list(kept.values()), self.skipped | refused, self.shapes, self.reasons | paths
-        )
+        refused = dict.fromkeys(self.blocks.keys() - kept.keys(), LEFT_OUT)
+        paths = {path: LEFT_OUT for path, name in self.block_of.items() if name in refused}
+        return Layers(kept, self.skipped | refused, self.shapes, self.reasons | paths)
 
     def whole_blocks(self, tree: PyTree) -> dict[str, Block]:
-        """The blocks whose parameters a tree like the parameters holds.
-
-        Some of these may be masked.
+        """The blocks whose parameters a tree like the parameters holds; some may be masked.
 
         Raises:
           ValueError: a block of which only a part is there; or this is another tree.
         """
-        present, masked = flatten(tree), masked_paths(tree)
-        whole, broken, foreign = {}, [], []
+        present = flatten(tree)
+        whole, broken, absent = {}, [], []
         for name, block in self.blocks.items():
             missing = [param.path for param in block.params if param.path not in present]
-            foreign += [
-                path for path in missing if not any(is_inside(path, branch) for branch in masked)
-            ]
+            absent += missing
             if not missing:
                 whole[name] = block
             elif len(missing) < len(block.params):
                 broken.append(f"{name} (without {', '.join(missing)})")
+        masked = masked_paths(tree) if absent else []
+        foreign = [
+            path
+            for path in absent
+            if not any(branch == "" or f"{path}/".startswith(f"{branch}/") for branch in masked)
+        ]
         if foreign:
             raise ValueError(
                 "expected the parameter tree that kfac.find_layers was given, got one without "
@@ -118,9 +108,7 @@ class Layers:
         return whole
 
     def labels(self, tree: PyTree) -> PyTree[str]:
-        """``"covered"`` for each covered parameter, ``"fallback"`` for the others.
-
-        It is for ``optax.partition``.
+        """``"covered"`` or ``"fallback"`` for each parameter, for ``optax.partition``.
 
         Args:
           tree: the parameters, or a tree like them; some may be masked.
@@ -137,10 +125,7 @@ class Layers:
         covered = {
             param.path for block in self.whole_blocks(tree).values() for param in block.params
         }
-
-        def label(path: tuple, _: Any) -> str:
-            return "covered" if path_name(path) in covered else "fallback"
-
+        label = lambda path, _: "covered" if path_name(path) in covered else "fallback"
         return jax.tree_util.tree_map_with_path(label, tree)
 
     def __str__(self) -> str:
@@ -159,44 +144,34 @@ class Layers:
             rows.append((path, "×".join(map(str, shape)) or "scalar", text))
         widths = [max(len(row[i]) for row in rows) for i in range(2)]
         lines = [f"{path:<{widths[0]}}  {shape:>{widths[1]}}  {text}" for path, shape, text in rows]
-        return "\n".join(
-            [
-                *lines,
-                f"{len(self.blocks)} blocks cover {100 * self.coverage:.1f} % of the parameters",
-            ]
-        )
+        covered = f"{100 * self.coverage:.1f} % of the parameters"
+        return "\n".join([*lines, f"{len(self.blocks)} blocks cover {covered}"])
 
     def _served_by(self, path: str, owner: dict[str, str]) -> str:
         if path not in owner:
-            return f"fallback ({self.reasons.get(path, 'no layer met')})"
+            return f"fallback ({self.reasons.get(path, _NOT_MET)})"
         block = self.blocks[owner[path]]
-        kinds = dict.fromkeys(use.layer.kind for use in block.uses)
-        return f"{' + '.join(kinds)}, {block.name}" + (
-            f" × {block.lanes}" if block.lanes > 1 else ""
-        )
+        kinds = " + ".join(dict.fromkeys([use.layer.kind for use in block.uses]))
+        return f"{kinds}, {block.name}" + (f" × {block.lanes}" if block.lanes > 1 else "")
+
+
+_NOT_MET = "no layer met"
 
 
 def _starred(text: str) -> str:
-    """The text with stars in place of path components that are numbers."""
     return re.sub(r"(^|/)\d+(?=/|$)", r"\1*", text)
 
 
 def find_layers(
     loss_fn: Callable, params: PyTree, *args: Any, batch_size: int | None = None
 ) -> Layers:
-    """Traces ``loss_fn(params, *args)`` and returns the layers that can be captured.
-
-    It is not run. Captured is what curvature is made of.
+    """The layers whose curvature can be captured, by a trace of ``loss_fn(params, *args)``.
 
     Args:
       loss_fn: as for ``value_grad_and_curvature``.
       params: the tree that will be differentiated; arrays or ``jax.ShapeDtypeStruct``.
       *args: the loss function's further arguments, likewise.
       batch_size: number of examples; by default the leading size of all arrays in ``args``.
-
-    Returns:
-      The layers; ``print`` shows for each parameter its block or its fallback, and the share
-      covered.
 
     Raises:
       ValueError: leading sizes that disagree, without ``batch_size``.
@@ -216,10 +191,9 @@ def find_layers(
     taps = record_taps(loss_fn, params, args)
     layers = layers_of(taps, params, count_examples(args, batch_size))
     if layers.coverage < LOW_COVERAGE:
-        left = "; ".join(f"{path}: {why}" for path, why in layers.uncovered(3).items())
         warnings.warn(
             f"kfac's layers cover {100 * layers.coverage:.1f} % of the parameters; the rest is "
-            f"trained by the fallback optimizer ({left}); print(layers) shows all.",
+            f"trained by the fallback optimizer ({layers.uncovered()}); print(layers) shows all.",
             stacklevel=2,
         )
     return layers
@@ -229,13 +203,12 @@ def curvature_stride(layers: Layers, num_examples: int, interval: int = 5) -> in
     """Of how many examples one need give curvature: a power of two, 1 where all need.
 
     A batch of many tokens has far more rows than the sides of its factors, and forming these costs
-    more than the gradient. The stride leaves every block that has them two rows of a fresh batch
-    for each side of its wider factor, and fewer where curvature is renewed more often than every
-    fourth step: an eighth of a row at every step, times the square of the interval. Averages hold
-    as many batches at any interval; but a long one leaves the first steps, while the network
-    changes fastest, with what few batches gave. Blocks that have fewer with all examples, as a
-    head that reads one token of each, are not asked: their factors fill up over several batches as
-    it is. Where no block has so many, all examples give curvature.
+    more than the gradient. The stride leaves every block two rows of a fresh batch for each side of
+    its wider factor, and fewer where curvature is renewed more often than every fourth step: an
+    eighth of a row, times the square of the interval, since a long interval leaves the first steps,
+    while the network changes fastest, with what few batches gave. Blocks that have fewer rows with
+    all examples, as a head that reads one token of each, are not asked: their factors fill up over
+    several batches. Where no block has so many, all examples give curvature.
 
     Args:
       layers: as the whole batch gives them, see ``find_layers``.
@@ -251,7 +224,8 @@ def curvature_stride(layers: Layers, num_examples: int, interval: int = 5) -> in
     """
     rows_a_side = min(2.0, interval**2 / 8)
     asked = [
-        _num_rows(block) / (rows_a_side * max(block.lifted_shape(block.uses[0])))
+        sum(use.num_examples * use.num_tokens for use in block.uses)
+        / (rows_a_side * max(block.lifted_shape))
         for block in layers.blocks.values()
         if block.factored
     ]
@@ -260,12 +234,7 @@ def curvature_stride(layers: Layers, num_examples: int, interval: int = 5) -> in
     return math.gcd(stride, num_examples)
 
 
-def _num_rows(block: Block) -> int:
-    return sum(use.num_examples * use.num_tokens for use in block.uses)
-
-
 def layers_of(taps: dict[str, Tap], params: PyTree, num_examples: int) -> Layers:
-    """The layers that taps were recorded of."""
     shapes = {path: jnp.shape(leaf) for path, leaf in flatten(params).items()}
     blocks, skipped = find_blocks(taps, num_examples)
     reasons: dict[str, str] = {}
@@ -276,12 +245,7 @@ def layers_of(taps: dict[str, Tap], params: PyTree, num_examples: int) -> Layers
 
 
 def count_examples(args: tuple, batch_size: int | None, outputs: Any = None) -> int:
-    """Number of examples: the leading size of a loss function's outputs, or of its arguments.
-
-    Args:
-      args: the loss function's further arguments.
-      batch_size: the number itself, or None.
-      outputs: of the likelihood, or None where they are not known.
+    """Number of examples: the leading size of outputs, if known, or of a loss function's arguments.
 
     Raises:
       ValueError: sizes that disagree.

@@ -40,8 +40,8 @@ def _sample_categorical(key: Array, logits: Array) -> Array:
 
 
 def _root_categorical(logits: Array, noise: Array) -> Array:
-    # diag(p) − ppᵀ = B Bᵀ with B = diag(√p) − p √pᵀ, since √p has length 1: no
-    # factorisation, and no C × C matrix.
+    # diag(p) − ppᵀ = B Bᵀ with B = diag(√p) − p √pᵀ, since √p has length 1: no factorisation, and
+    # no C × C matrix.
     probabilities = jax.nn.softmax(logits)
     scaled = jnp.sqrt(probabilities) * noise
     return scaled - probabilities * jnp.sum(scaled, axis=-1, keepdims=True)
@@ -57,18 +57,13 @@ def _root_bernoulli(logits: Array, noise: Array) -> Array:
     return jnp.sqrt(probabilities * (1 - probabilities)) * noise
 
 
-def _sample_gaussian(key: Array, mean: Array) -> Array:
-    return jax.random.normal(key, mean.shape, mean.dtype)  # z − y for y drawn at z, whatever z is
-
-
-def _root_gaussian(mean: Array, noise: Array) -> Array:
-    return noise
-
-
 LIKELIHOODS = {
     "categorical": Likelihood(_sample_categorical, _root_categorical),
     "bernoulli": Likelihood(_sample_bernoulli, _root_bernoulli),
-    "gaussian": Likelihood(_sample_gaussian, _root_gaussian),
+    # z − y for y drawn at z, whatever z is
+    "gaussian": Likelihood(
+        lambda key, mean: jax.random.normal(key, mean.shape, mean.dtype), lambda mean, noise: noise
+    ),
 }
 
 
@@ -77,9 +72,6 @@ def get_likelihood(likelihood: str | Likelihood) -> Likelihood:
 
     Softmax cross-entropy is ``"categorical"``, sigmoid cross-entropy summed over the last
     axis ``"bernoulli"``, ½‖z − y‖² summed over it ``"gaussian"``.
-
-    >>> get_likelihood("gaussian").root(jnp.zeros(2), jnp.ones(2)).tolist()
-    [1.0, 1.0]
     """
     if isinstance(likelihood, Likelihood):
         return likelihood
@@ -92,15 +84,10 @@ def get_likelihood(likelihood: str | Likelihood) -> Likelihood:
 
 
 class Weights(NamedTuple):
-    """Of the losses ℓ of a batch, where the loss is Σ w ℓ / T.
+    """Of the losses ℓ of a batch, where the loss is Σ w ℓ / T."""
 
-    Attributes:
-      positions: w.
-      total: T.
-    """
-
-    positions: Float[Array, "*losses"]
-    total: Float[Array, ""]
+    positions: Float[Array, "*losses"]  # w
+    total: Float[Array, ""]  # T
 
     @property
     def examples(self) -> Float[Array, " batch"]:
@@ -108,23 +95,14 @@ class Weights(NamedTuple):
         return self.positions.reshape(len(self.positions), -1).sum(1)
 
     def shares(self) -> Float[Array, "*losses"]:
-        """N w / T: how much each position counts in the mean of N losses.
-
-        >>> read_weights(jnp.array([True, True, False]), 3).shares().tolist()
-        [1.5, 1.5, 0.0]
-        """
+        """N w / T: how much each position counts in the mean of N losses."""
         return len(self.positions) * self.positions / jnp.where(self.total > 0, self.total, 1)
 
 
 def read_weights(
     weights: Array | tuple[Array, Array], num_examples: int, dtype: Any = jnp.float32
 ) -> Weights:
-    """The weights that a loss has, in its dtype.
-
-    Args:
-      weights: w, of the shape of the losses, where T = Σ w; or (w, T).
-      num_examples: N.
-      dtype: of the loss.
+    """The weights, w or the pair (w, T), that a loss of this dtype has; T = Σ w by default.
 
     Raises:
       ValueError: weights of another number of examples.
@@ -171,9 +149,8 @@ def output_cotangents(
                 f"{outputs.shape}; use fisher='ggn' or 'mc' for outputs with positions."
             )
         units = jnp.eye(outputs.shape[-1], dtype=outputs.dtype)
-        columns = jax.vmap(
-            lambda unit: likelihood.root(outputs, jnp.broadcast_to(unit, outputs.shape))
-        )(units)
+        pull = lambda unit: likelihood.root(outputs, jnp.broadcast_to(unit, outputs.shape))
+        columns = jax.vmap(pull)(units)
         return columns if root is None else columns * root
     if key is None:
         raise ValueError(
@@ -184,8 +161,8 @@ def output_cotangents(
     def draw(key: Key) -> Array:
         if fisher == "mc":
             return likelihood.sample(key, outputs)
-        # Signs, not normal numbers: of all noise with unit variance they have the least
-        # variance in c cᵀ.
+        # Signs, not normal numbers: of all noise with unit variance they have the least variance in
+        # c cᵀ.
         return likelihood.root(outputs, jax.random.rademacher(key, outputs.shape, outputs.dtype))
 
     columns = jax.vmap(draw)(jax.random.split(key, num_samples))

@@ -13,15 +13,9 @@ import optax
 
 from kfac._sharing import axes_of, mean_over, names_of, own_along
 from kfac._trees import concatenated
+from kfac.curvature import _fisher as fishers
 from kfac.curvature._coverage import Layers, count_examples, layers_of
-from kfac.curvature._fisher import (
-    FISHERS,
-    Likelihood,
-    Weights,
-    get_likelihood,
-    output_cotangents,
-    read_weights,
-)
+from kfac.curvature._fisher import Likelihood, Weights
 from kfac.curvature._tracing import record_taps, tapped, without_modules
 
 if TYPE_CHECKING:
@@ -61,63 +55,49 @@ class Curvature:
     axis_name: AxisName = None
 
     def in_branch(self) -> Curvature:
-        """This curvature, in a branch that is taken where it is fresh."""
         captured = self.captured
-        captured = captured.compute() if isinstance(captured, Deferred) else captured
+        captured = captured.capture(True) if isinstance(captured, Deferred) else captured
         return dataclasses.replace(self, captured=captured)
 
     def at_every_step(self, inputs_of: Container[str] = ()) -> Curvature:
         """This curvature with arrays for steps of both kinds, see ``Deferred.at_every_step``."""
         captured = self.captured
-        if isinstance(captured, Deferred):
-            captured = captured.at_every_step(inputs_of)
+        captured = captured.at_every_step(inputs_of) if isinstance(captured, Deferred) else captured
         return dataclasses.replace(self, captured=captured)
 
 
 @jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, eq=False)
 class Deferred(Mapping):
     """Captured arrays that are computed where they are asked for.
 
     Whoever needs them in a branch alone, where curvature is fresh, then computes them in that
     branch: no array of zeros is written in their place at the other steps. Elsewhere they are the
     mapping of ``at_every_step``, and as a tree they are that.
-
-    Args:
-      capture: refresh → captured arrays; where it is False, with cotangents of 0.
-      fresh: whether they are wanted.
     """
 
-    def __init__(self, capture: Callable[[bool], dict], fresh: Bool[Array, ""]):
-        self._capture, self._fresh = capture, fresh
+    capture: Callable[[bool], dict]  # refresh → the arrays; where it is False, cotangents are 0
+    fresh: Bool[Array, ""]  # whether they are wanted
 
-    def compute(self) -> dict[str, tuple[PyTree[Array], Array]]:
-        """The arrays, whether they are wanted or not."""
-        return self._capture(True)
+    def at_every_step(self, inputs_of: Container[str] = ()) -> dict:
+        """The arrays where they are wanted, else zeros but for the inputs of these taps."""
 
-    def at_every_step(
-        self, inputs_of: Container[str] = ()
-    ) -> dict[str, tuple[PyTree[Array], Array]]:
-        """The arrays where they are wanted, else zeros.
-
-        But for the inputs of these taps, for which a step that wants nothing takes a forward pass.
-        """
-
-        def inputs() -> dict:
+        def inputs() -> dict:  # which takes a forward pass
             return {
                 name: pair if name in inputs_of else optax.tree.zeros_like(pair)
-                for name, pair in self._capture(False).items()
+                for name, pair in self.capture(False).items()
             }
 
-        return jax.lax.cond(self._fresh, self.compute, inputs)
+        return jax.lax.cond(self.fresh, lambda: self.capture(True), inputs)
 
     def __getitem__(self, name: str) -> tuple[PyTree[Array], Array]:
         return self.at_every_step()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(jax.eval_shape(self.compute))
+        return iter(jax.eval_shape(lambda: self.capture(True)))
 
     def __len__(self) -> int:
-        return len(jax.eval_shape(self.compute))
+        return len(list(iter(self)))
 
     def tree_flatten(self) -> tuple[tuple, None]:
         return (self.at_every_step(),), None
@@ -142,23 +122,20 @@ def value_grad_and_curvature(
     """Like ``jax.value_and_grad``, with the curvature of every layer beside the gradient.
 
     The loss must be the mean over examples (and positions) of the negative log-likelihood, weighted
-    if ``weights`` are given, plus anything that does not depend on the data. The gradient is that
-    of ``jax.value_and_grad``; the curvature costs one more pull-back over the same forward pass,
-    without weight gradients (none for ``"empirical"``).
+    if ``weights`` are given, plus anything that does not depend on the data. The curvature costs
+    one more pull-back over the same forward pass, without weight gradients (none if empirical).
 
     Args:
-      loss_fn: ``loss_fn(params, *args) → loss`` or ``(loss, aux)``. Arguments that are Flax NNX
-        modules or ``nnx.Rngs`` are changed as under ``nnx.value_and_grad``, and gradients of a
-        module are those of its ``nnx.Param``, an ``nnx.State``.
+      loss_fn: ``loss_fn(params, *args) → loss`` or ``(loss, aux)``. Flax NNX modules are changed as
+        under ``nnx.value_and_grad``, and the gradients of one are an ``nnx.State``.
       fisher: ``"empirical"``: cotangents of the loss itself, the paper's choice; ``"mc"``: of the
         loss under labels drawn from the model, an unbiased estimate of the Fisher matrix;
         ``"ggn"``: the generalised Gauss-Newton matrix by random signs; ``"enumerate"``: the same
         exactly, one pull-back per class.
       likelihood: what ``loss_fn`` averages the negative logarithm of: ``"categorical"``,
         ``"bernoulli"``, ``"gaussian"`` or a ``kfac.Likelihood``. Not used by ``"empirical"``.
-      outputs: aux → the likelihood's outputs (logits) of shape (batch, *positions, classes), which
-        ``loss_fn`` must return in its aux for every Fisher matrix but ``"empirical"``; by default
-        aux itself.
+      outputs: aux → the likelihood's outputs (logits) of shape (batch, *positions, classes), of
+        which every Fisher matrix but ``"empirical"`` is made; by default aux itself.
       weights: aux → weights w of the losses ℓ, not negative and of their shape, (batch,
         *positions), such as the mask of the real ones, where the loss is ``jnp.average(ℓ,
         weights=w)``; the pair (w, T) where it is ``(w * ℓ).sum() / T``; None for a plain mean.
@@ -184,13 +161,11 @@ def value_grad_and_curvature(
 
     >>> import jax, jax.numpy as jnp, kfac
     >>> params = {"kernel": jnp.ones((3, 2))}
-    >>> def loss_fn(params, x, labels):
+    >>> def loss_fn(params, x):
     ...     logits = kfac.tap(kfac.Dense(), params, x, path="")
-    ...     return -jnp.take_along_axis(
-    ...         jax.nn.log_softmax(logits), labels[:, None], axis=1
-    ...     ).mean(), logits
+    ...     return -jax.nn.log_softmax(logits)[:, 0].mean(), logits
     >>> (loss, logits), grads, curvature = value_grad_and_curvature(loss_fn, has_aux=True)(
-    ...     params, jnp.ones((4, 3)), jnp.array([0, 1, 1, 1]), key=jax.random.key(0)
+    ...     params, jnp.ones((4, 3)), key=jax.random.key(0)
     ... )
     >>> grads["kernel"].shape, curvature.num_examples
     ((3, 2), 4)
@@ -198,13 +173,8 @@ def value_grad_and_curvature(
     options = {"fisher": fisher, "likelihood": likelihood, "outputs": outputs}
     options |= {"num_samples": num_samples, "batch_size": batch_size}
     options |= {"weights": weights, "axis_name": axis_name}
-    _check_fisher(fisher, has_aux)
-    if weights is not None and not has_aux:
-        raise ValueError(
-            "expected has_aux=True and a loss_fn returning (loss, aux) that weights= finds them "
-            "in, got has_aux=False; return them."
-        )
-    likelihood = get_likelihood(likelihood)
+    _check(fisher, has_aux, weights)
+    likelihood = fishers.get_likelihood(likelihood)
 
     def function(
         params: PyTree, *args: Any, key: Key | None = None, refresh: bool | Array = True
@@ -220,7 +190,6 @@ def value_grad_and_curvature(
         params = own_along(axes, params)
         taps = record_taps(loss_fn, params, args)
         slots = {name: tap.slot() for name, tap in taps.items() if tap.captured}
-        slots = own_along(axes, slots)
         inner = tapped(loss_fn, taps)
 
         def forward(params: PyTree, slots: PyTree) -> tuple[tuple[Array, Any], Any]:
@@ -229,22 +198,23 @@ def value_grad_and_curvature(
             z = () if fisher == "empirical" else aux if outputs is None else outputs(aux)
             return (loss, z), aux
 
-        # One forward pass and several pull-backs of it: of the loss, and of the columns
-        # through the same outputs.
+        # One forward pass and several pull-backs of it: of the loss, and of the columns through the
+        # same outputs.
+        slots = own_along(axes, slots)
         (loss, z), pullback, aux = jax.vjp(forward, params, slots, has_aux=True)
         of_all = z if fisher != "empirical" else outputs(aux) if outputs is not None else None
         examples = count_examples(args, batch_size, of_all)
-        weighted = None if weights is None else weights(aux)
-        if weighted is not None:
-            weighted = read_weights(weighted, examples, loss.dtype)
+        weighted = None
+        if weights is not None:
+            weighted = fishers.read_weights(weights(aux), examples, loss.dtype)
         share = None if weighted is None else weighted.shares()
         layers = layers_of(taps, params, examples)
         ones = _cotangent_of_own(loss, params, axes)
         fresh = None if refresh is True else jnp.asarray(refresh)
         if fisher == "empirical":
             grads, captured = pullback((ones, ()))
-            # The loss is a mean: its cotangents are those of single examples over N, and
-            # γ would be off by N².
+            # The loss is a mean: its cotangents are those of single examples over N, and γ would be
+            # off by N².
             captured = {name: (x, g[None] * examples) for name, (x, g) in captured.items()}
             if share is not None:
                 # That of an example's loss times its share in the mean, where only a root is to be.
@@ -255,15 +225,13 @@ def value_grad_and_curvature(
             grads, captured = pullback((ones, jnp.zeros_like(z)))
             if key is not None and axes:  # the parts of a batch are drawn for independently
                 key = jax.random.fold_in(key, jax.lax.axis_index(axes))
-            # Labels that the model draws are data, for whoever differentiates through
-            # this call.
-            columns = output_cotangents(
+            # Labels that the model draws are data, for whoever differentiates through this call.
+            columns = fishers.output_cotangents(
                 fisher, likelihood, jax.lax.stop_gradient(z), key, num_samples, share
             ).astype(z.dtype)
 
             def pull(column: Array) -> dict[str, Array]:
-                # The parameters' share of this pull-back is dropped, and XLA never
-                # computes it.
+                # The parameters' share of this pull-back is dropped, and XLA never computes it.
                 _, slots = pullback((jnp.zeros_like(loss), column))
                 return {name: g for name, (_, g) in slots.items()}
 
@@ -312,23 +280,18 @@ def _times(captured: dict, layers: Layers, factor: Float[Array, " example"]) -> 
 
 
 def curvature(loss_fn: Callable, **options: Any) -> Callable:
-    """The curvature alone, of examples of its own.
-
-    A sample of the batch is enough for factors that are averaged over steps.
+    """The curvature alone, of a sample of the batch: enough for factors that are averaged.
 
     What it costs is a forward and a backward pass over the sample, without weight gradients, and
     nothing of it is held while the gradient of the whole batch is computed.
 
     Args:
-      loss_fn, **options: as for ``value_grad_and_curvature``.
+      loss_fn, **options: as for ``value_grad_and_curvature``, and so is what is raised.
 
     Returns:
       ``(params, *args, key=None, refresh=True) → Curvature``. With ``refresh`` (a bool, traced or
       not) False the curvature is marked as not fresh, and nothing is computed but the inputs of
       layers whose Jacobian the optimizer takes at every step.
-
-    Raises:
-      ValueError: as ``value_grad_and_curvature`` does.
 
     >>> import jax, jax.numpy as jnp, kfac
     >>> params = {"kernel": jnp.ones((3, 2))}
@@ -369,14 +332,21 @@ def _behind_state(options: dict[str, Any]) -> dict[str, Any]:
     return options | behind | {"weights": weights and (lambda aux: weights(aux[0]))}
 
 
-def _check_fisher(fisher: str, has_aux: bool) -> None:
+def _check(fisher: str, has_aux: bool, weights: Callable | None) -> None:
     """Raises ValueError unless there is such a Fisher matrix, and what it is made of."""
-    if fisher not in FISHERS:
-        raise ValueError(f"expected fisher to be one of {', '.join(FISHERS)}, got {fisher!r}.")
+    if fisher not in fishers.FISHERS:
+        raise ValueError(
+            f"expected fisher to be one of {', '.join(fishers.FISHERS)}, got {fisher!r}."
+        )
     if fisher != "empirical" and not has_aux:
         raise ValueError(
             f"fisher={fisher!r} needs the network's outputs: expected has_aux=True and a loss_fn "
             "returning (loss, outputs), got has_aux=False; return them, or use fisher='empirical'."
+        )
+    if weights is not None and not has_aux:
+        raise ValueError(
+            "expected has_aux=True and a loss_fn returning (loss, aux) that weights= finds them "
+            "in, got has_aux=False; return them."
         )
 
 
@@ -399,12 +369,9 @@ def _pull_columns(
 
 
 def concatenate_curvature(parts: Sequence[Curvature]) -> Curvature:
-    """The curvature of several microbatches as one: what their union would have given.
+    """The curvature of several microbatches, of one loss function, as that of their union.
 
     Of weighted losses: of the one whose T is the sum of theirs (see ``value_grad_and_curvature``).
-
-    Args:
-      parts: curvature of the same loss function and parameters on different examples.
 
     Raises:
       ValueError: parts of different layers, shapes or Fisher matrices.
@@ -425,7 +392,7 @@ def concatenate_curvature(parts: Sequence[Curvature]) -> Curvature:
             "expected curvature of the same layers and Fisher matrix in all parts; use one loss "
             "function."
         )
-    examples = sum(part.num_examples for part in parts)
+    examples = sum([part.num_examples for part in parts])
     weights = None
     if of_parts := [part.weights for part in parts if part.weights is not None]:
         positions, totals = zip(*of_parts, strict=True)
@@ -434,29 +401,22 @@ def concatenate_curvature(parts: Sequence[Curvature]) -> Curvature:
     captured = {}
     for block in first.layers.blocks.values():
         for use in block.uses:
-            # Axis of the examples in captured arrays: their frames that number lanes come
-            # on top of the output's axes.
+            # Axis of the examples in captured arrays: their frames that number lanes come on top of
+            # the output's axes.
             axis = use.captured_example_axis
             pairs = [part.captured[use.name] for part in parts]
             captured[use.name] = (
                 concatenated((x for x, _ in pairs), axis),
                 jnp.concatenate([g for _, g in pairs], axis + 1),  # behind the axis of the columns
             )
-    layers = Layers(
-        [b.with_examples(examples) for b in first.layers.blocks.values()],
-        first.layers.skipped,
-        first.layers.shapes,
-        first.layers.reasons,
-    )
-    return dataclasses.replace(
-        first, captured=captured, layers=layers, num_examples=examples, weights=weights
-    )
+    blocks = {n: block.with_examples(examples) for n, block in first.layers.blocks.items()}
+    whole = {"layers": dataclasses.replace(first.layers, blocks=blocks), "num_examples": examples}
+    return dataclasses.replace(first, captured=captured, weights=weights, **whole)
 
 
 def _within(part: Curvature, own: Weights, whole: Weights) -> Curvature:
     """A part of a weighted batch, whose positions have other shares in the mean of all of it."""
     size = len(whole.positions) / part.num_examples
-    share = size * own.total / jnp.where(whole.total > 0, whole.total, 1)
-    root = jnp.sqrt(share)
+    root = jnp.sqrt(size * own.total / jnp.where(whole.total > 0, whole.total, 1))
     captured = {n: (x, g * root.astype(g.dtype)) for n, (x, g) in part.captured.items()}
     return dataclasses.replace(part, captured=captured)

@@ -1,8 +1,7 @@
-"""The kinds of layer: how the output of one layer moves with its own parameters.
+"""The kinds of layer: how the output y = f(W, x) of one layer moves with its own parameters W.
 
-A layer is y = f(W, x). Everything the optimizer needs is its local Jacobian J = ∂f/∂W: ``jvp``: v →
-J v and its transpose ``vjp``: z → Jᵀ z. ``Dense`` has them in closed form and is linear in W;
-``Generic`` derives them from f.
+Everything the optimizer needs is its local Jacobian J = ∂f/∂W: ``jvp``: v → J v and its transpose
+``vjp``: z → Jᵀ z. ``Dense`` has them in closed form; ``Generic`` derives them from f.
 """
 
 from __future__ import annotations
@@ -22,13 +21,15 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
     Params = dict[str, Array]
+    Features = Float[Array, "*batch features"]
+    Lifted = Float[Array, "lifted outputs"]
+    Rows = Float[Array, "rows outputs"]
+    Square = Float[Array, "n n"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """y = x W + b, W of shape (*in_shape, *out_shape).
-
-    The last axis of x has the size of all of ``in_shape``.
+    """y = x W + b, W of shape (*in_shape, *out_shape), the last axis of x all of ``in_shape``.
 
     The layer is a matrix product of *features* φ(x) = [x, 1] with a *lifted* parameter [W; b], so
     its curvature is one of Kronecker structure. W and b are one block.
@@ -37,7 +38,6 @@ class Dense:
       num_in_axes: how many leading axes of the kernel are contracted with x.
       transpose: y = x Wᵀ (an embedding table used as output layer).
 
-    >>> import jax.numpy as jnp
     >>> Dense()({"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}, jnp.ones((1, 3))).tolist()
     [[4.0, 4.0]]
     """
@@ -47,16 +47,13 @@ class Dense:
 
     factored = True
     elementwise = False
+    isometric = True  # whether `lift` keeps lengths: the factors' eigenvectors are the block's then
     kind = "dense"
 
-    def __call__(
-        self, params: Params, x: Float[Array, "*batch features"]
-    ) -> Float[Array, "*batch outputs"]:
+    def __call__(self, params: Params, x: Features) -> Float[Array, "*batch outputs"]:
         return self.features(params, x) @ self.lift(params, params)
 
-    def features(
-        self, params: Params, x: Float[Array, "*batch features"]
-    ) -> Float[Array, "*batch lifted"]:
+    def features(self, params: Params, x: Features) -> Float[Array, "*batch lifted"]:
         """[x, 1, 0, …], as ``_filled`` says, or x where there is no bias."""
         rows = self._lifted_rows(params)
         if rows == x.shape[-1]:
@@ -64,15 +61,15 @@ class Dense:
         one = (jnp.arange(rows - x.shape[-1]) == 0).astype(x.dtype)
         return jnp.concatenate([x, jnp.broadcast_to(one, (*x.shape[:-1], one.size))], axis=-1)
 
-    def lift(self, params: Params, v: Params) -> Float[Array, "lifted outputs"]:
+    def lift(self, params: Params, v: Params) -> Lifted:
         """The matrix M with J v = φ(x) M; here [V; v_b; 0; …]."""
         return self.matrix(v)
 
-    def project(self, params: Params, matrix: Float[Array, "lifted outputs"]) -> Params:
+    def project(self, params: Params, matrix: Lifted) -> Params:
         """The transpose of ``lift``."""
         return self.unmatrix(params, matrix)
 
-    def matrix(self, v: Params) -> Float[Array, "rows outputs"]:
+    def matrix(self, v: Params) -> Rows:
         """[V; v_b; 0; …] itself, whatever the lift."""
         matrix = self._matrix(v["kernel"])
         if "bias" not in v:
@@ -80,32 +77,22 @@ class Dense:
         matrix = jnp.concatenate([matrix, v["bias"].reshape(1, -1)])
         return jnp.pad(matrix, ((0, _filled(len(matrix)) - len(matrix)), (0, 0)))
 
-    def unmatrix(self, params: Params, matrix: Float[Array, "rows outputs"]) -> Params:
+    def unmatrix(self, params: Params, matrix: Rows) -> Params:
         """The inverse, and the transpose, of ``matrix``."""
         kernel = params["kernel"]
         rows = self._matrix(kernel).shape[0]
         part = matrix[:rows].T if self.transpose else matrix[:rows]
         parts = {"kernel": part.reshape(kernel.shape)}
-        return parts | (
-            {"bias": matrix[rows].reshape(params["bias"].shape)} if "bias" in params else {}
-        )
+        if "bias" in params:
+            parts["bias"] = matrix[rows].reshape(params["bias"].shape)
+        return parts
 
-    def mean_left(
-        self, params: Params, left: Float[Array, "lifted lifted"]
-    ) -> Float[Array, "rows rows"]:
-        """The left factor seen by ``matrix``, averaged over outputs.
-
-        Σ_o L_oᵀ 𝒜 L_o / outputs, L_o the lift of o.
-        """
+    def mean_left(self, params: Params, left: Square) -> Square:
+        """Σ_o L_oᵀ 𝒜 L_o / outputs, L_o the lift of o: the left factor as ``matrix`` sees it."""
         return left
 
-    def left_traces(
-        self, params: Params, left: Float[Array, "lifted lifted"]
-    ) -> Float[Array, " outputs"]:
-        """tr L_oᵀ 𝒜 L_o of every output o.
-
-        Weighted by the diagonal of 𝒢 they sum to the trace of the block.
-        """
+    def left_traces(self, params: Params, left: Square) -> Float[Array, " outputs"]:
+        """tr L_oᵀ 𝒜 L_o of every output o; by the diagonal of 𝒢 they sum to the block's trace."""
         return jnp.full(self._matrix(params["kernel"]).shape[1], _trace(left))
 
     def linearize(self, params: Params, x: Array) -> Any:
@@ -127,14 +114,6 @@ class Dense:
         """The layer on inputs with further leading axes."""
         return self
 
-    @property
-    def isometric(self) -> bool:
-        """Whether ``lift`` keeps lengths.
-
-        Then eigenvectors of the factors are those of the block.
-        """
-        return True
-
     def lifted_shape(self, shapes: dict[str, tuple[int, ...]]) -> tuple[int, int]:
         """Shape of the lifted matrix for parameters of these shapes."""
         params = {role: jax.ShapeDtypeStruct(shape, jnp.float32) for role, shape in shapes.items()}
@@ -151,9 +130,7 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class L1Dense(Dense):
-    """y = −Σ_k |x_k − W_k| + b under the full-precision weight gradient.
-
-    ∂y_o/∂W_o = x − W_o (AdderNet, CVPR 2020).
+    """y = −Σ_k |x_k − W_k| + b with ∂y_o/∂W_o = x − W_o (AdderNet, CVPR 2020).
 
     Its Jacobian is that of a dense layer with bias behind a linear map: ``J v = [x, 1] [V; v_b −
     Σ_k W_k∘V_k]``. So adder layers have the same Kronecker factors as dense ones. Another rule for
@@ -166,11 +143,10 @@ class L1Dense(Dense):
 
     distances: Callable[[Array, Array], Array] | None = None
 
+    isometric = False
     kind = "adder"
 
-    def __call__(
-        self, params: Params, x: Float[Array, "*batch features"]
-    ) -> Float[Array, "*batch outputs"]:
+    def __call__(self, params: Params, x: Features) -> Float[Array, "*batch outputs"]:
         if self.distances is None:
             raise ValueError(
                 "expected distances=(x, W) → −Σ_k |x_k − W_k| of a layer that is called, got none; "
@@ -179,18 +155,16 @@ class L1Dense(Dense):
         y = self.distances(x, params["kernel"])
         return y + params["bias"] if "bias" in params else y
 
-    def lift(self, params: Params, v: Params) -> Float[Array, "lifted outputs"]:
+    def lift(self, params: Params, v: Params) -> Lifted:
         offset = v.get("bias", 0) - (params["kernel"] * v["kernel"]).sum(0)
         return self.matrix({"kernel": v["kernel"], "bias": offset})
 
-    def project(self, params: Params, matrix: Float[Array, "lifted outputs"]) -> Params:
+    def project(self, params: Params, matrix: Lifted) -> Params:
         rows = len(params["kernel"])
         projected = {"kernel": matrix[:rows] - params["kernel"] * matrix[rows]}
         return projected | ({"bias": matrix[rows]} if "bias" in params else {})
 
-    def mean_left(
-        self, params: Params, left: Float[Array, "lifted lifted"]
-    ) -> Float[Array, "rows rows"]:
+    def mean_left(self, params: Params, left: Square) -> Square:
         kernel, rows = params["kernel"], len(params["kernel"])
         inputs, column, corner = left[:rows, :rows], left[:rows, rows], left[rows, rows]
         cross = jnp.outer(column, kernel.mean(1))
@@ -201,9 +175,7 @@ class L1Dense(Dense):
         mean = jnp.block([[mean, column], [column.T, corner[None, None]]])
         return jnp.pad(mean, (0, len(left) - len(mean)))
 
-    def left_traces(
-        self, params: Params, left: Float[Array, "lifted lifted"]
-    ) -> Float[Array, " outputs"]:
+    def left_traces(self, params: Params, left: Square) -> Float[Array, " outputs"]:
         kernel, rows = params["kernel"], len(params["kernel"])
         offsets = (
             left[rows, rows] * ((kernel**2).sum(0) + ("bias" in params))
@@ -211,19 +183,13 @@ class L1Dense(Dense):
         )
         return _trace(left[:rows, :rows]) + offsets
 
-    @property
-    def isometric(self) -> bool:
-        return False
-
     def _lifted_rows(self, params: Params) -> int:
         return _filled(len(params["kernel"]) + 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scale(Dense):
-    """y = x̂∘s + b with x̂ a function of the input alone.
-
-    The learned part of LayerNorm, RMSNorm and GroupNorm.
+    """y = x̂∘s + b with x̂ a function of the input alone, as LayerNorm, RMSNorm, GroupNorm have it.
 
     Its Jacobian is that of a dense layer with bias whose matrix is diagonal, ``J v = [x̂, 1] [diag
     v_s; v_b]``. So it has the same Kronecker factors, averaged over batches and cheap to multiply
@@ -233,7 +199,6 @@ class Scale(Dense):
       fn: (params, x) → y, with parameters ``scale``, ``bias`` or both, along the last axis;
         hashable.
 
-    >>> import jax.numpy as jnp
     >>> norm = Scale(fn=lambda p, x: x / jnp.abs(x).max(-1, keepdims=True) * p["scale"])
     >>> state = norm.linearize({"scale": jnp.ones(2)}, jnp.array([[2.0, 4.0]]))
     >>> norm.vjp(state, jnp.array([[1.0, 1.0]]))["scale"].tolist()
@@ -242,8 +207,9 @@ class Scale(Dense):
 
     fn: Callable[[Params, Array], Array] = dataclasses.field(kw_only=True)
 
-    kind = "norm"
+    isometric = False
     elementwise = True
+    kind = "norm"
 
     def __call__(self, params: Params, x: Array) -> Array:
         return self.fn(params, x)
@@ -258,25 +224,21 @@ class Scale(Dense):
             parts.append(jnp.ones((*x.shape[:-1], 1), parts[0].dtype if parts else x.dtype))
         return jnp.concatenate(parts, axis=-1)
 
-    def lift(self, params: Params, v: Params) -> Float[Array, "lifted outputs"]:
+    def lift(self, params: Params, v: Params) -> Lifted:
         rows = [jnp.diag(v["scale"])] if "scale" in v else []
         return jnp.concatenate([*rows, *([v["bias"][None]] if "bias" in v else [])])
 
-    def project(self, params: Params, matrix: Float[Array, "lifted outputs"]) -> Params:
+    def project(self, params: Params, matrix: Lifted) -> Params:
         projected = {"scale": jnp.diagonal(matrix)} if "scale" in params else {}
         return projected | ({"bias": matrix[-1]} if "bias" in params else {})
 
-    def matrix(self, v: Params) -> Float[Array, "rows outputs"]:
+    def matrix(self, v: Params) -> Rows:
         return jnp.stack([v[role] for role in ("scale", "bias") if role in v])
 
-    def unmatrix(self, params: Params, matrix: Float[Array, "rows outputs"]) -> Params:
-        return dict(
-            zip([role for role in ("scale", "bias") if role in params], matrix, strict=True)
-        )
+    def unmatrix(self, params: Params, matrix: Rows) -> Params:
+        return dict(zip([r for r in ("scale", "bias") if r in params], matrix, strict=True))
 
-    def mean_left(
-        self, params: Params, left: Float[Array, "lifted lifted"]
-    ) -> Float[Array, "rows rows"]:
+    def mean_left(self, params: Params, left: Square) -> Square:
         if "scale" not in params:
             return left
         outputs = params["scale"].shape[0]
@@ -286,9 +248,7 @@ class Scale(Dense):
         cross = left[:-1, -1].mean()
         return jnp.array([[scale, cross], [cross, left[-1, -1]]])
 
-    def left_traces(
-        self, params: Params, left: Float[Array, "lifted lifted"]
-    ) -> Float[Array, " outputs"]:
+    def left_traces(self, params: Params, left: Square) -> Float[Array, " outputs"]:
         offset = left[-1, -1] if "bias" in params else 0
         if "scale" not in params:
             return jnp.broadcast_to(offset, params["bias"].shape)
@@ -312,16 +272,10 @@ class Scale(Dense):
     def framed(self, num_frames: int) -> Scale:
         return Scale(fn=_Framed(self.fn, (None, 0), num_frames)) if num_frames else self
 
-    @property
-    def isometric(self) -> bool:
-        return False
-
 
 @dataclasses.dataclass(frozen=True)
 class Readout(Dense):
-    """y = φ(x)ᵀ W with features φ(x) that are too many to keep.
-
-    vᵀ tanh(q + k) of every pair of a query and a key.
+    """y = φ(x)ᵀ W with features φ(x) too many to keep: vᵀ tanh(q + k) of all queries and keys.
 
     Products are exact, by ``fn`` and its pull-back. The Kronecker factor of the features, which
     needs only their second moment, is that of a sample of them.
@@ -332,17 +286,10 @@ class Readout(Dense):
       sample: x → features, shaped like y but for fewer of its positions and the features on the
         last axis; hashable.
 
-    >>> import jax.numpy as jnp
     >>> pairs = lambda x: jnp.tanh(x[0][:, :, None] + x[1][:, None])
-    >>> layer = Readout(
-    ...     fn=lambda p, x: pairs(x) @ p["kernel"][:, None],
-    ...     sample=lambda x: pairs((x[0][:, :1], x[1])),
-    ... )
-    >>> x = (
-    ...     jnp.ones((5, 4, 2)),
-    ...     jnp.ones((5, 3, 2)),
-    ... )  # 4 · 3 pairs an example, and 1 · 3 in the sample
-    >>> params = {"kernel": jnp.ones(2)}
+    >>> some = lambda x: pairs((x[0][:, :1], x[1]))
+    >>> layer = Readout(fn=lambda p, x: pairs(x) @ p["kernel"][:, None], sample=some)
+    >>> x, params = (jnp.ones((5, 4, 2)), jnp.ones((5, 3, 2))), {"kernel": jnp.ones(2)}
     >>> layer(params, x).shape, layer.features(params, x).shape
     ((5, 4, 3, 1), (5, 1, 3, 2))
     """
@@ -356,13 +303,10 @@ class Readout(Dense):
         return self.fn(params, x)
 
     def features(self, params: Params, x: Any) -> Float[Array, "*sample features"]:
-        """The sample, scaled to stand for all features.
-
-        So large that its sum of squares is what that of all is expected to be.
-        """
+        """The sample, scaled so that its sum of squares is what that of all is expected to be."""
         sample = self.sample(x)
-        # A second moment of few features estimates that of all, once scaled by how many
-        # the others are.
+        # A second moment of few features estimates that of all, once scaled by how many the others
+        # are.
         positions = jax.eval_shape(self.fn, params, x).size
         return sample * (positions * sample.shape[-1] / sample.size) ** 0.5
 
@@ -392,8 +336,6 @@ class Readout(Dense):
 class Generic:
     """Any layer y = f(params, x): the local Jacobian by automatic differentiation.
 
-    Under the layer's own rules.
-
     ``vjp`` is JAX's own pull-back, custom gradient rules included. ``jvp`` is its transpose, since
     the pull-back is linear in the cotangent (forward mode does not pass through
     ``jax.custom_vjp``). A backward pass that cannot be transposed, such as a call to a foreign
@@ -405,13 +347,8 @@ class Generic:
       options: static keyword arguments, as a tuple of pairs.
       pushforward: optional ``(params, x, v, **options) → J v``; the transpose of f's pull-back.
 
-    >>> import jax.numpy as jnp
     >>> scale = Generic(lambda params, x: x * params["scale"])
     >>> state = scale.linearize({"scale": jnp.ones(2)}, jnp.array([[1.0, 2.0]]))
-    >>> scale.jvp(
-    ...     state, {"scale": jnp.array([3.0, 4.0])}, jax.ShapeDtypeStruct((1, 2), jnp.float32)
-    ... ).tolist()
-    [[3.0, 8.0]]
     >>> scale.vjp(state, jnp.array([[1.0, 1.0]]))["scale"].tolist()
     [1.0, 2.0]
     """
@@ -424,27 +361,22 @@ class Generic:
 
     @property
     def kind(self) -> str:
-        """For the coverage table."""
         return f"generic {getattr(self.fn, '__name__', '')}".strip()
 
     def __call__(self, params: Params, x: Any) -> Array:
         return self.fn(params, x, **dict(self.options))
 
     def framed(self, num_frames: int) -> Generic:
-        """The layer on inputs with further leading axes, over which it is mapped."""
         if num_frames == 0:
             return self
         pushforward = self.pushforward and _Framed(self.pushforward, (None, 0, None), num_frames)
         return Generic(_Framed(self.fn, (None, 0), num_frames), self.options, pushforward)
 
     def linearize(self, params: Params, x: Any) -> Any:
-        """What ``jvp`` and ``vjp`` need; a tree of arrays."""
-        return jax.vjp(lambda p: self(p, x), params)[1], (
-            None if self.pushforward is None else (params, x)
-        )
+        inputs = None if self.pushforward is None else (params, x)
+        return jax.vjp(lambda p: self(p, x), params)[1], inputs
 
     def jvp(self, linearized: Any, v: Params, output: jax.ShapeDtypeStruct) -> Array:
-        """J v, with the shape of the layer's output."""
         pullback, inputs = linearized
         if self.pushforward is not None:
             return self.pushforward(*inputs, v, **dict(self.options))
@@ -453,7 +385,6 @@ class Generic:
         return jax.linear_transpose(lambda z: pullback(z)[0], z)(v)[0]
 
     def vjp(self, linearized: Any, z: Array) -> Params:
-        """Jᵀ z."""
         return linearized[0](z)[0]
 
 
@@ -481,12 +412,12 @@ def _filled(rows: int) -> int:
 
     Where these are few: the devices of a mesh can divide them then, where an odd number of rows
     would be kept by each as a whole, and matrix units meet whole tiles.
-
-    >>> _filled(97), _filled(193), _filled(769)
-    (97, 200, 784)
     """
-    multiples = (-(-rows // unit) * unit for unit in (16, 8))
-    return next((whole for whole in multiples if 20 * (whole - rows) <= rows), rows)
+    for unit in (16, 8):
+        whole = -(-rows // unit) * unit
+        if 20 * (whole - rows) <= rows:
+            return whole
+    return rows
 
 
 def _trace(matrix: Float[Array, "n n"]) -> Float[Array, ""]:

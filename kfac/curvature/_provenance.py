@@ -8,7 +8,6 @@ which taps the loss depends on.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -23,62 +22,42 @@ if TYPE_CHECKING:
 
 
 class Source(NamedTuple):
-    """An array of the differentiated tree.
+    """An array of the differentiated tree."""
 
-    Attributes:
-      input: which of the arrays of the tree.
-      axes: of each axis of the array, which one of the parameter it is.
-      scans: (depth of the scan, axis of the parameter) for each scan that slices it.
-    """
-
-    input: int
-    axes: tuple[int, ...]
+    input: int  # which of the arrays of the tree
+    axes: tuple[int, ...]  # of each axis of the array, which one of the parameter it is
+    # (depth of the scan, axis of the parameter) for each scan that slices it
     scans: tuple[tuple[int, int], ...] = ()
 
 
 class Derived(NamedTuple):
-    """What was computed from arrays of the differentiated tree, not by way of a tapped layer.
+    """What was computed from arrays of the differentiated tree, not by way of a tapped layer."""
 
-    Attributes:
-      inputs: a bit for each of these, by its place among the arrays of the tree.
-      by: the operation.
-      moves: whether a gradient flows back to them.
-    """
-
-    inputs: int
-    by: str
-    moves: bool
+    inputs: int  # a bit for each of these, by its place among the arrays of the tree
+    by: str  # the operation
+    moves: bool  # whether a gradient flows back to them
 
 
 Origin = Source | Derived | None  # None: of other arrays alone
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A mark in the program.
+class Call(NamedTuple):
+    """A mark in the program."""
 
-    Attributes:
-      origins: of the layer's parameters.
-      scans: lengths of the loops around it, outermost first; None for a loop without one.
-      vmaps: (size, mapped axis of each parameter) of the vmaps around it, innermost first.
-    """
-
-    origins: tuple[Origin, ...]
+    origins: tuple[Origin, ...]  # of the layer's parameters
+    # lengths of the loops around it, outermost first; None for a loop without one
     scans: tuple[int | None, ...]
+    # (size, mapped axis of each parameter) of the vmaps around it, innermost first
     vmaps: tuple[tuple[int, tuple[int | None, ...]], ...]
 
 
-class Program(NamedTuple):
-    """The marks of a program, every one as often as it is met, and those that the loss sees."""
-
-    calls: dict[str, list[Call]]
-    seen: frozenset[str]
+Calls = dict[str, list[Call]]  # every mark, as often as it is met
 
 
 def mark(key: str, y: Array, x: Sequence[Array], params: Sequence[Array]) -> Array:
     """Returns y, the output of a layer, marked as what it makes of x with its parameters."""
     # Nothing of each input: enough to be batched where any of them is.
-    nothing = jnp.concatenate([jnp.zeros(0), *(a.reshape(-1)[:0].astype(float) for a in x)])
+    nothing = jnp.concatenate([jnp.zeros(0), *[a.reshape(-1)[:0].astype(float) for a in x]])
     return _mark.bind(y, nothing, *params, key=key, vmaps=())
 
 
@@ -112,18 +91,16 @@ class _Node(NamedTuple):
 _NOTHING = _Node(None, 0)
 
 
-def read(program: core.ClosedJaxpr, num_params: int) -> Program:
-    """The marks of a program of so many parameters, then other inputs; its first result counts."""
-    reader = _Reader()
+def read(program: core.ClosedJaxpr, num_params: int) -> tuple[Calls, frozenset[str]]:
+    """The marks of a program of so many parameters, then other inputs; those its result sees."""
+    reader, calls = _Reader(), {}
     inputs = [
-        _Node(Source(i, tuple(range(len(var.aval.shape)))), 0)
-        for i, var in enumerate(program.jaxpr.invars[:num_params])
+        _Node(Source(i, tuple(range(len(var.aval.shape)))), 0) if i < num_params else _NOTHING
+        for i, var in enumerate(program.jaxpr.invars)
     ]
-    inputs += [_NOTHING] * (len(program.jaxpr.invars) - len(inputs))
-    calls: dict[str, list[Call]] = {}
     outputs = reader.run(program.jaxpr, inputs, (), calls)
     seen = frozenset(key for key, bit in reader.bits.items() if outputs and bit & outputs[0].marks)
-    return Program(calls, seen)
+    return calls, seen
 
 
 class _Reader:
@@ -137,28 +114,26 @@ class _Reader:
         jaxpr: core.Jaxpr,
         inputs: Sequence[_Node],
         scans: tuple[int | None, ...],
-        calls: dict[str, list[Call]],
+        calls: Calls,
     ) -> list[_Node]:
         """The outputs' nodes; writes the marks that are met to ``calls``."""
         nodes = dict.fromkeys(jaxpr.constvars, _NOTHING)
         nodes.update(zip(jaxpr.invars, inputs, strict=True))
-
-        def node(v: Any) -> _Node:
-            return _NOTHING if isinstance(v, core.Literal) else nodes[v]
-
         for eqn in jaxpr.eqns:
-            rule = _RULES.get(eqn.primitive.name, _Reader._computed)
-            outputs = rule(self, eqn, [node(v) for v in eqn.invars], scans, calls)
+            into = [_NOTHING if isinstance(v, core.Literal) else nodes[v] for v in eqn.invars]
+            if rule := _RULES.get(eqn.primitive.name):
+                outputs = rule(self, eqn, into, scans, calls)
+            else:
+                outputs = [_mixed(into, eqn.primitive.name)] * len(eqn.outvars)
             for v, output in zip(eqn.outvars, outputs, strict=True):
                 # No gradient flows through whole numbers.
                 moves = jnp.issubdtype(getattr(v.aval, "dtype", jnp.int32), jnp.inexact)
                 nodes[v] = output if moves else output._replace(marks=0)
-        return [node(v) for v in jaxpr.outvars]
+        return [_NOTHING if isinstance(v, core.Literal) else nodes[v] for v in jaxpr.outvars]
 
-    def _marked(self, eqn: Any, inputs: list[_Node], scans: tuple, calls: dict) -> list[_Node]:
-        key, vmaps = eqn.params["key"], eqn.params["vmaps"]
-        call = Call(tuple(n.origin for n in inputs[2:]), scans, vmaps)
-        calls.setdefault(key, []).append(call)
+    def _marked(self, eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
+        key, origins = eqn.params["key"], tuple([n.origin for n in inputs[2:]])
+        calls.setdefault(key, []).append(Call(origins, scans, eqn.params["vmaps"]))
         bit = self.bits.setdefault(key, 1 << len(self.bits))
         return [_Node(None, inputs[0].marks | bit)]
 
@@ -173,34 +148,32 @@ class _Reader:
         return [inputs[0]._replace(origin=origin._replace(axes=axes))]
 
     def _stopped(self, eqn: Any, inputs: list[_Node], *_: Any) -> list[_Node]:
-        return [_Node(_joined([n.origin for n in inputs], "stop_gradient", moves=False), 0)]
+        origin = _mixed(inputs, "stop_gradient").origin
+        return [_Node(origin and Derived(_bits(origin), "stop_gradient", moves=False), 0)]
 
-    def _computed(self, eqn: Any, inputs: list[_Node], *_: Any) -> list[_Node]:
-        return [_mixed(inputs, eqn.primitive.name)] * len(eqn.outvars)
-
-    def _called(self, eqn: Any, inputs: list[_Node], scans: tuple, calls: dict) -> list[_Node]:
-        return self.run(_jaxpr_of(eqn), inputs, scans, calls)
+    def _called(self, eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
+        names = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
+        jaxpr = next(eqn.params[name] for name in names if name in eqn.params)
+        return self.run(getattr(jaxpr, "jaxpr", jaxpr), inputs, scans, calls)
 
     def _with_own_rule(
-        self, eqn: Any, inputs: list[_Node], scans: tuple, calls: dict
+        self, eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls
     ) -> list[_Node]:
         # Whatever stands inside, its gradient is what the rule says.
-        inner = self.run(_jaxpr_of(eqn), inputs, scans, calls)
+        inner = self._called(eqn, inputs, scans, calls)
         return [_mixed([*inputs, *inner], eqn.primitive.name)] * len(eqn.outvars)
 
-    def _branched(self, eqn: Any, inputs: list[_Node], scans: tuple, calls: dict) -> list[_Node]:
-        outputs = [
-            self.run(branch.jaxpr, inputs[1:], scans, calls) for branch in eqn.params["branches"]
-        ]
+    def _branched(self, eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
+        outputs = [self.run(b.jaxpr, inputs[1:], scans, calls) for b in eqn.params["branches"]]
         return [functools.reduce(_agreed, nodes) for nodes in zip(*outputs, strict=True)]
 
-    def _scanned(self, eqn: Any, inputs: list[_Node], scans: tuple, calls: dict) -> list[_Node]:
+    def _scanned(self, eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
         num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
         consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
         xs = [_sliced(n, len(scans)) for n in inputs[num_consts + num_carry :]]
         inside = (*scans, eqn.params["length"])
         while True:  # what the carry holds after any number of rounds
-            met: dict[str, list[Call]] = {}
+            met: Calls = {}
             outputs = self.run(eqn.params["jaxpr"].jaxpr, [*consts, *carry, *xs], inside, met)
             after = [_agreed(old, new) for old, new in zip(carry, outputs, strict=False)]
             if after == carry:
@@ -208,17 +181,16 @@ class _Reader:
             carry = after
         for key, found in met.items():
             calls.setdefault(key, []).extend(found)
-        return [*carry, *(_mixed([n], "scan") for n in outputs[num_carry:])]
+        return [*carry, *[_mixed([n], "scan") for n in outputs[num_carry:]]]
 
-    def _looped(self, eqn: Any, inputs: list[_Node], scans: tuple, calls: dict) -> list[_Node]:
-        inner = functools.partial(self.run, scans=(*scans, None), calls=calls)
+    def _looped(self, eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
         body, skipped = eqn.params["body_jaxpr"].jaxpr, eqn.params["cond_nconsts"]
-        outputs = inner(body, inputs=[_mixed([n], "while_loop") for n in inputs[skipped:]])
+        into = [_mixed([n], "while_loop") for n in inputs[skipped:]]
+        outputs = self.run(body, into, (*scans, None), calls)
         return [_mixed([*inputs, *outputs], "while_loop")] * len(eqn.outvars)
 
 
-_Rule = Callable[[_Reader, Any, list[_Node], tuple, dict], list[_Node]]
-_RULES: dict[str, _Rule] = {
+_RULES: dict[str, Callable[[_Reader, Any, list[_Node], tuple, Calls], list[_Node]]] = {
     "kfac_mark": _Reader._marked,
     "transpose": _Reader._transposed,
     "stop_gradient": _Reader._stopped,
@@ -234,12 +206,6 @@ _RULES |= dict.fromkeys(_PASSES.split(), _Reader._passed)
 _CALLS = "checkpoint closed_call core_call custom_vmap_call jit pjit remat remat2 shard_map"
 _RULES |= dict.fromkeys(_CALLS.split(), _Reader._called)
 _RULES |= dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), _Reader._with_own_rule)
-
-
-def _jaxpr_of(eqn: Any) -> core.Jaxpr:
-    name = next(n for n in ("jaxpr", "call_jaxpr", "call", "fun_jaxpr") if n in eqn.params)
-    jaxpr = eqn.params[name]
-    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def _sliced(node: _Node, depth: int) -> _Node:
@@ -259,17 +225,24 @@ def _agreed(one: _Node, other: _Node) -> _Node:
 
 
 def _mixed(nodes: Sequence[_Node], by: str) -> _Node:
-    """The node of a value that is computed from others."""
-    marks = functools.reduce(operator.or_, (n.marks for n in nodes), 0)
-    return _Node(_joined([n.origin for n in nodes], by), marks)
-
-
-def _joined(origins: Sequence[Origin], by: str, moves: bool = True) -> Derived | None:
-    known = [origin for origin in origins if origin is not None]
+    marks, known = 0, []
+    for node in nodes:
+        marks |= node.marks
+        if node.origin is not None:
+            known.append(node.origin)
     if not known:
-        return None
-    if len(known) == 1 and isinstance(known[0], Derived) and moves:
-        return known[0]  # the first operation says more than the last
-    inputs = [o.inputs if isinstance(o, Derived) else 1 << o.input for o in known]
-    through = any(not isinstance(o, Derived) or o.moves for o in known)
-    return Derived(functools.reduce(operator.or_, inputs), by, moves and through)
+        return _Node(None, marks)
+    if len(known) == 1 and isinstance(known[0], Derived):
+        return _Node(known[0], marks)  # the first operation says more than the last
+    moves = any([not isinstance(origin, Derived) or origin.moves for origin in known])
+    return _Node(Derived(functools.reduce(operator.or_, map(_bits, known)), by, moves), marks)
+
+
+def _bits(origin: Source | Derived) -> int:
+    return origin.inputs if isinstance(origin, Derived) else 1 << origin.input
+
+
+def paths_of(origins: Sequence[Origin], paths: list[str]) -> frozenset[str]:
+    """The parameters that arrays of these origins are made of."""
+    bits = functools.reduce(operator.or_, [_bits(o) for o in origins if o is not None], 0)
+    return frozenset([path for i, path in enumerate(paths) if bits >> i & 1])

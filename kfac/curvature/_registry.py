@@ -1,60 +1,41 @@
-"""Which methods of which module classes are layers, and of what kind.
-
-Shared by the NNX and the Linen adapter.
-"""
+"""Which methods of which module classes are layers, and of what kind; for Flax NNX and Linen."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import importlib
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kfac.curvature._layers import Dense, Generic, Scale
 
+if TYPE_CHECKING:
+    from kfac.curvature._capture import Capture
+
 Describe = Callable[[Any], "Dense | Generic | None"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Registration:
-    """A method that is a layer.
-
-    Attributes:
-      cls: the module class that defines the method.
-      method: its name.
-      describe: module → layer kind; None as result leaves the module alone. None instead of a
-        function: the module itself, as a function of its parameters and input, is the layer.
-      kind: of which kind, ``Generic`` or ``Scale``.
-    """
+class Registration(NamedTuple):
+    """A method that is a layer; the fields are as ``register_layer`` has them."""
 
     cls: type
     method: str
     describe: Describe | None
     kind: type[Generic] | type[Scale] = Generic
 
-    def layer(self, module: Any, call: Callable, has_state: bool) -> Generic | Scale | Dense | str:
-        """The layer that this call of a module is, or why it is none.
-
-        Args:
-          module: whose method is called.
-          call: the method, as a function of the module's parameters and its input.
-          has_state: whether the module holds more than parameters.
-        """
+    def layer(self, module: Any, call: Callable, has_state: bool) -> Generic | Dense | str:
+        """The layer that ``call``, of the module's parameters and its input, is, or why none."""
         if self.describe is not None:
             return self.describe(module) or "its kind of call has no curvature here"
-        if has_state:
-            return Scale(fn=_scaled) if self.scales_features(module) else "it holds state"
-        return Scale(fn=call) if self.scales_features(module) else Generic(call)
+        if self.scales_features(module):
+            return Scale(fn=_scaled if has_state else call)
+        return "it holds state" if has_state else Generic(call)
 
     def scales_features(self, module: Any) -> bool:
         """Whether a module's parameters act on each feature of the last axis alone."""
-        # A norm along other axes has scales that do not belong to features of the last
-        # one.
+        # A norm along other axes has scales that do not belong to features of the last one.
         axes = getattr(module, "feature_axes", getattr(module, "axis", -1))
         return self.kind is Scale and axes in (-1, (-1,))
 
@@ -72,8 +53,7 @@ def register_layer(
     """Makes a method of a Flax module class (NNX or Linen) a layer with curvature of its own.
 
     The method's first argument is the layer's input, with the example axis first and the features
-    last; its result is an array. Modules called inside it are part of it, unless ``describe`` says
-    what it is without them. Flax's own dense, convolution, embedding, einsum and normalisation
+    last; its result is an array. Flax's own dense, convolution, embedding, einsum and normalisation
     layers and ``nnx.LoRA`` are registered already.
 
     Args:
@@ -81,11 +61,10 @@ def register_layer(
       method: ``"__call__"``, or a method that is called on it.
       describe: module → ``kfac.Dense()``, ``kfac.L1Dense()``, ``kfac.Generic(fn, …)`` or None (no
         layer). The layer's parameters are those that the module owns directly, by attribute name.
-        Without ``describe`` the method itself is differentiated, and the parameters of submodules
-        belong to the layer too.
+        Without ``describe`` the method itself is differentiated, and modules called inside it, with
+        their parameters, are part of it.
       kind: without ``describe``, ``kfac.Scale`` for a module whose parameters ``scale`` and
-        ``bias`` act on each feature of the last axis alone, as those of norms do; it then has
-        Kronecker factors.
+        ``bias`` act on each feature of the last axis alone, as those of norms do.
 
     Raises:
       ValueError: the class is none of Flax's modules, or has no such method.
@@ -96,9 +75,8 @@ def register_layer(
     >>> register_layer(Gain)
     """
     libraries = [sys.modules[name] for name in ("flax.nnx", "flax.linen") if name in sys.modules]
-    if not (
-        isinstance(cls, type) and issubclass(cls, tuple(library.Module for library in libraries))
-    ):
+    modules = tuple([library.Module for library in libraries])
+    if not (isinstance(cls, type) and issubclass(cls, modules)):
         raise ValueError(
             f"expected a class of Flax modules (NNX or Linen), got {cls!r}; mark layers of other "
             "code with kfac.tap."
@@ -114,58 +92,61 @@ def register_layer(
     _registrations[owner, method] = Registration(owner, method, describe, kind)
 
 
-@contextlib.contextmanager
-def temporary() -> Iterator[None]:
-    """Forgets, at its end, what was registered inside.
-
-    >>> from flax import nnx
-    >>> class Gain(nnx.Module):
-    ...     def __call__(self, x): ...
-    >>> with temporary():
-    ...     register_layer(Gain)
-    >>> [(cls, "__call__") in _registrations for cls in (Gain, nnx.Linear)]
-    [False, True]
-    """
-    # They register Flax's own layers, once in a process, when they load.
-    for adapter in ("kfac.curvature._nnx", "kfac.curvature._linen"):
-        importlib.import_module(adapter)
-    kept = dict(_registrations)
-    try:
-        yield
-    finally:
-        _registrations.clear()
-        _registrations.update(kept)
+def register_standard(library: Any, dense: type, general: type) -> None:
+    """Registers the layers that both of Flax's libraries have."""
+    register_layer(dense, describe=lambda module: Dense())
+    register_layer(general, describe=_general_dense)
+    for cls in (library.Conv, library.ConvTranspose, library.Embed, library.Einsum):
+        register_layer(cls)
+    for cls in (library.BatchNorm, library.LayerNorm, library.RMSNorm, library.GroupNorm):
+        register_layer(cls, kind=Scale)
+    register_layer(library.Embed, "attend")
 
 
 def registrations(base: type) -> list[Registration]:
-    """All registrations of subclasses of ``base``."""
     return [r for r in _registrations.values() if issubclass(r.cls, base)]
 
 
 def tap_registered(
-    capture: Any, base: str, layer: Dense | Generic | str, module: Any, x: Any, y: Any, params: Any
+    capture: Capture,
+    registration: Registration,
+    base: str,
+    module: Any,
+    params: dict[str, Any],
+    call: Callable,
+    run: Callable[[], Any],
+    normalize: Callable[[dict[str, Any]], Any] | None,
+    args: tuple,
+    kwargs: dict,
 ) -> Any:
-    """Taps a call of a Flax layer, or tells why there is none.
+    """Runs and taps a call of a Flax layer, or tells why there is none to tap.
 
-    Contracted axes and output axes of general dense layers become one axis each.
+    Args:
+      base: what the call is called if its parameters are not known.
+      call: the method as a function of parameters and input.
+      run: the call itself.
+      normalize: the call with other parameters, of a module with state; None without any.
     """
-    if not is_array(x):
+    x = args[0] if args else next(iter(kwargs.values()), None)
+    with capture.mute(registration.describe is None):
+        if normalize is not None and registration.scales_features(module):
+            change_nothing = {"bias": jnp.zeros_like}
+            x = normalize({n: change_nothing.get(n, jnp.ones_like)(p) for n, p in params.items()})
+        y = run()
+    layer = registration.layer(module, call, normalize is not None)
+    if not _is_array(x):
         layer = "its input is no array"
     if isinstance(layer, str):
-        return capture.tap(base, None, x, y, params, reason=layer) if is_array(y) else y
+        return capture.tap(base, None, x, y, params, reason=layer) if _is_array(y) else y
     if not isinstance(layer, Dense):
         return capture.tap(base, layer, x, y, params)
+    # Contracted axes and output axes of general dense layers become one axis each.
     axes = getattr(module, "axis", -1) if not layer.elementwise else -1
     axes = [a % x.ndim for a in ((axes,) if isinstance(axes, int) else axes)]
     others = [a for a in range(x.ndim) if a not in axes]
-    matrix = jnp.transpose(x, (*others, *axes)).reshape(*(x.shape[a] for a in others), -1)
+    matrix = jnp.transpose(x, (*others, *axes)).reshape(*[x.shape[a] for a in others], -1)
     flat = y.reshape(*y.shape[: len(others)], -1)
     return capture.tap(base, layer, matrix, flat, params).reshape(y.shape)
-
-
-def neutral(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of a norm that change nothing."""
-    return {n: (jnp.zeros_like if n == "bias" else jnp.ones_like)(p) for n, p in params.items()}
 
 
 def _scaled(params: dict[str, Any], normalized: Any) -> Any:
@@ -174,21 +155,12 @@ def _scaled(params: dict[str, Any], normalized: Any) -> Any:
     return y + params["bias"] if "bias" in params else y
 
 
-def plain_dense(module: Any) -> Dense:
-    """The layer of a dense module that contracts the last axis."""
-    return Dense()
-
-
-def general_dense(module: Any) -> Dense | None:
-    """The layer of a dense module with several contracted axes.
-
-    None if it has one kernel per batch row.
-    """
+def _general_dense(module: Any) -> Dense | None:
+    """The layer of a dense module with several contracted axes; none with a kernel for each row."""
     batch_axes = getattr(module, "batch_axis", None) or getattr(module, "batch_dims", None)
     axes = getattr(module, "axis", -1)
     return None if batch_axes else Dense(num_in_axes=1 if isinstance(axes, int) else len(axes))
 
 
-def is_array(x: Any) -> bool:
-    """Whether x is a JAX array with at least one axis, traced or not."""
+def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array) and x.ndim > 0

@@ -65,9 +65,9 @@ def _damped_inverse(
 
     Where float32 cannot invert a factor, the identity: CG does without it.
     """
-    # On CPUs lane by lane: there, jaxlib's batched factorizations wait for threads of the pool
-    # that they run on, and two of them at once wait for ever where the pool has two threads.
-    # Elsewhere one lane alone would leave most of the device idle.
+    # On CPUs lane by lane: there, jaxlib's batched factorizations wait for threads of the pool that
+    # they run on, and two of them at once wait for ever where the pool has two threads. Elsewhere
+    # one lane alone would leave most of the device idle.
     return jax.lax.platform_dependent(
         matrix + damping[:, None, None] * jnp.eye(matrix.shape[-1], dtype=matrix.dtype),
         cpu=lambda lanes: jax.lax.map(_inverse, lanes),

@@ -7,6 +7,8 @@ input), whatever the type of the operands of the products inside ``matvec``.
 
 from __future__ import annotations
 
+import itertools
+import math
 import numbers
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,32 +24,19 @@ if TYPE_CHECKING:
 
 
 class Solution(NamedTuple):
-    """What a solver returns; every field but ``x`` has one number per lane.
+    """What a solver returns; every field but ``x`` has one number per lane."""
 
-    Attributes:
-      x: the solution, shaped like ``b``.
-      iterations: conjugate-gradient steps taken (0 for direct solvers).
-      residual: ‖b − (F + γI)x‖ / ‖b‖.
-      model: q(x) = ½ xᵀ(F + γI)x − bᵀx, which equals −½ x·(b + r); never positive for x₀ = 0.
-      slope: bᵀx.
-      square: xᵀx.
-    """
-
-    x: Vector
-    iterations: Int[Array, " lane"]
-    residual: Float[Array, " lane"]
+    x: Vector  # the solution, shaped like ``b``
+    iterations: Int[Array, " lane"]  # conjugate-gradient steps taken (0 for direct solvers)
+    residual: Float[Array, " lane"]  # ‖b − (F + γI)x‖ / ‖b‖
+    # q(x) = ½ xᵀ(F + γI)x − bᵀx, which equals −½ x·(b + r); never positive for x₀ = 0
     model: Float[Array, " lane"]
-    slope: Float[Array, " lane"]
-    square: Float[Array, " lane"]
+    slope: Float[Array, " lane"]  # bᵀx
+    square: Float[Array, " lane"]  # xᵀx
 
 
 def lane_dot(u: Vector, v: Vector) -> Float[Array, " lane"]:
-    """Σ u·v over everything but the leading (lane) axis of every leaf, in float32 or better.
-
-    >>> import jax.numpy as jnp
-    >>> lane_dot({"w": jnp.ones((2, 3))}, {"w": jnp.full((2, 3), 2.0)}).tolist()
-    [6.0, 6.0]
-    """
+    """Σ u·v over everything but the leading (lane) axis of every leaf, in float32 or better."""
 
     def dot(x: Array, y: Array) -> Array:
         dtype = jnp.promote_types(jnp.result_type(x, y), jnp.float32)
@@ -108,6 +97,8 @@ def cg(
     rescales x₀ by max(0, x₀·b / x₀ᵀ(F + γI)x₀), the minimiser of q along x₀; then q(x₀) ≤ 0, and
     since CG only lowers q, bᵀx ≥ 0.
 
+    Source: Hestenes & Stiefel, 1952.
+
     Args:
       matvec: v → F v, without the damping; symmetric positive semidefinite in every lane.
       b: right-hand side; a tree of arrays with a common leading axis.
@@ -117,9 +108,6 @@ def cg(
       x0: warm start, or None for zero.
       safeguard: rescale ``x0`` as above; False is the plain algorithm.
       precondition: r → M⁻¹ r, symmetric positive definite in every lane.
-
-    Returns:
-      A ``Solution``. Hestenes & Stiefel, 1952.
 
     >>> import jax.numpy as jnp
     >>> F = jnp.array([[2.0, 1.0], [1.0, 3.0]])
@@ -132,20 +120,18 @@ def cg(
         raise ValueError(
             f"cg needs max_iterations >= 1, got {max_iterations}; use at least one step."
         )
-    precondition = precondition or _unchanged
+    precondition = precondition or (lambda r: r)
 
     def damped(v: Vector) -> Vector:
         return lane_axpy(damping, v, matvec(v))
 
     bb = lane_dot(b, b)
-    # Squares are compared: a root in the loop would cost a pass over the lanes and decide
-    # nothing else.
+    # Squares are compared: a root in the loop would cost a pass over the lanes and decide nothing
+    # else.
     enough = jnp.square(jnp.asarray(tolerance, bb.dtype)) * bb
-    x, r = (
-        (jax.tree.map(jnp.zeros_like, b), b)
-        if x0 is None
-        else _warm_start(x0, b, damped, safeguard)
-    )
+    x, r = jax.tree.map(jnp.zeros_like, b), b
+    if x0 is not None:
+        x, r = _warm_start(x0, b, damped, safeguard)
     rr = lane_dot(r, r)
     active = jnp.isfinite(rr) & (rr > enough) & (rr > 0)
     nothing = jax.tree.map(jnp.zeros_like, r)
@@ -154,47 +140,33 @@ def cg(
     def step(state: _State) -> _State:
         return _cg_step(state, damped, precondition, enough)
 
-    end = _repeated(step, start, max_iterations, fixed_length)
-    return _solution(end.x, b, end.r, end.iterations, jnp.sqrt(_divide(end.rr, bb)))
-
-
-def _repeated(
-    step: Callable[[_State], _State], start: _State, most: int, fixed_length: bool
-) -> _State:
-    # A known number of steps is a loop without a condition: no reduction over the lanes,
-    # no wait for its answer, and XLA knows what the step costs. It pays where few steps
-    # are asked for, none of which a lane would leave out. Very few are written out: the systems
-    # of small layers then run beside each other, and none copies what a loop carries.
+    # A known number of steps is a loop without a condition: no reduction over the lanes, no wait
+    # for its answer, and XLA knows what the step costs. It pays where few steps are asked for, none
+    # of which a lane would leave out. Very few are written out: the systems of small layers then
+    # run beside each other, and none copies what a loop carries.
     if fixed_length:
-        unroll = most <= _MOST_WRITTEN_OUT
-        return jax.lax.fori_loop(0, most, lambda _, state: step(state), start, unroll=unroll)
-
-    def going(carry: tuple[Array, _State]) -> Array:
-        return (carry[0] < most) & jnp.any(carry[1].active)
-
-    counted = (jnp.zeros((), jnp.int32), start)
-    return jax.lax.while_loop(going, lambda carry: (carry[0] + 1, step(carry[1])), counted)[1]
+        unroll = max_iterations <= _MOST_WRITTEN_OUT
+        end = jax.lax.fori_loop(0, max_iterations, lambda _, s: step(s), start, unroll=unroll)
+    else:
+        end = jax.lax.while_loop(
+            lambda carry: (carry[0] < max_iterations) & jnp.any(carry[1].active),
+            lambda carry: (carry[0] + 1, step(carry[1])),
+            (jnp.zeros((), jnp.int32), start),
+        )[1]
+    return _solution(end.x, b, end.r, end.iterations, jnp.sqrt(_divide(end.rr, bb)))
 
 
 _MOST_WRITTEN_OUT = 3
 
 
-def _unchanged(r: Vector) -> Vector:
-    return r
-
-
 def _warm_start(x0: Vector, b: Vector, damped: MatVec, safeguard: bool) -> tuple[Vector, Vector]:
-    """The first iterate and its residual, from x₀ as ``cg`` rescales it.
-
-    Zero where the factor is 0 or not finite.
-    """
+    """The first iterate and its residual, zero where the factor of x₀ is 0 or not finite."""
     u = damped(x0)
     projection = lane_dot(x0, b)
-    scale = (
-        jnp.maximum(_divide(projection, lane_dot(x0, u)), 0)
-        if safeguard
-        else jnp.ones_like(projection)
-    )
+    if safeguard:
+        scale = jnp.maximum(_divide(projection, lane_dot(x0, u)), 0)
+    else:
+        scale = jnp.ones_like(projection)
     scale = jnp.where(jnp.isfinite(scale), scale, 0)
     x = _select(scale != 0, lane_axpy(scale - 1, x0, x0), jax.tree.map(jnp.zeros_like, b))
     return x, _select(scale != 0, lane_axpy(-scale, u, b), b)
@@ -208,9 +180,9 @@ def _cg_step(state: _State, damped: MatVec, precondition: MatVec, enough: Array)
     u = damped(p)
     s = lane_dot(p, u)
     alpha = _divide(rz, s)
-    # Rounding can leave pᵀ(F + γI)p at or below 0 where F is singular and γ small; a step
-    # along p would then be of any length. A lane that stops takes steps of 0 from here
-    # on, while the others go on in the same loop.
+    # Rounding can leave pᵀ(F + γI)p at or below 0 where F is singular and γ small; a step along p
+    # would then be of any length. A lane that stops takes steps of 0 from here on, while the others
+    # go on in the same loop.
     good = state.active & (rz > 0) & (s > 0) & jnp.isfinite(alpha)
     alpha = jnp.where(good, alpha, 0)
     u = _select(good, u, jax.tree.map(jnp.zeros_like, u))  # it may hold NaN, and 0·NaN is NaN
@@ -227,16 +199,6 @@ def _cg_step(state: _State, damped: MatVec, precondition: MatVec, enough: Array)
     )
 
 
-def direct_solution(
-    matvec: MatVec, b: Vector, damping: Float[Array, " lane"], x: Vector
-) -> Solution:
-    """A ``Solution`` for an ``x`` found without iterations; its residual costs one product."""
-    r = jax.tree.map(jnp.subtract, b, lane_axpy(damping, x, matvec(x)))
-    bb = lane_dot(b, b)
-    residual = jnp.sqrt(_divide(lane_dot(r, r), bb))
-    return _solution(x, b, r, jnp.zeros_like(bb, jnp.int32), residual)
-
-
 def unchecked_solution(b: Vector, x: Vector) -> Solution:
     """A ``Solution`` for an ``x`` that is M⁻¹ b for some M near F + γI.
 
@@ -249,10 +211,7 @@ def unchecked_solution(b: Vector, x: Vector) -> Solution:
 
 
 def _solution(x: Vector, b: Vector, r: Vector, iterations: Array, residual: Array) -> Solution:
-    """A ``Solution`` whose residual r = b − (F + γI) x is known.
-
-    It is the model of the step for no further product.
-    """
+    """A ``Solution`` of known residual r = b − (F + γI) x, with which q(x) takes no product."""
     slope = lane_dot(x, b)
     model = -0.5 * (slope + lane_dot(x, r))
     return Solution(x, iterations, residual, model, slope, lane_dot(x, x))
@@ -263,13 +222,11 @@ def lane_flatten(tree: Vector) -> tuple[Float[Array, "lane size"], Callable[[Arr
     leaves, treedef = jax.tree.flatten(tree)
     shapes = [leaf.shape for leaf in leaves]
     flat = jnp.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in leaves], axis=1)
-    ends = [sum(jnp.size(leaf[0]) for leaf in leaves[: i + 1]) for i in range(len(leaves))]
+    ends = list(itertools.accumulate([math.prod(shape[1:]) for shape in shapes]))
 
     def unflatten(array: Array) -> Vector:
-        parts = jnp.split(array, ends[:-1], axis=1)
-        return jax.tree.unflatten(
-            treedef, [p.reshape(s) for p, s in zip(parts, shapes, strict=True)]
-        )
+        parts = zip(jnp.split(array, ends[:-1], axis=1), shapes, strict=True)
+        return jax.tree.unflatten(treedef, [part.reshape(shape) for part, shape in parts])
 
     return flat, unflatten
 
@@ -282,22 +239,9 @@ def solve_dual(
 ) -> Solution:
     """Solves (UᵀU/N + γI) x = b in example space (Woodbury; TENGraD, arXiv:2106.03947).
 
-    x = (b − Uᵀ(UUᵀ + NγI)⁻¹ U b) / γ, where the rows of U are per-example gradients. Exact, and
-    cheaper than CG when there are few examples: O(E²·size) for E rows.
-
-    Args:
-      gradients: U of every lane; E rows, which may exceed N when several cotangents are drawn per
-        example.
-      b: right-hand side.
-      damping: γ > 0 of every lane.
-      num_examples: N, the divisor in F = UᵀU/N.
-
-    Returns:
-      A ``Solution``.
-
-    >>> import jax.numpy as jnp
-    >>> solve_dual(jnp.array([[[1.0, 0.0]]]), jnp.ones((1, 2)), jnp.ones(1), 1).x.tolist()
-    [[0.5, 1.0]]
+    x = (b − Uᵀ(UUᵀ + NγI)⁻¹ U b) / γ, where the rows of U are per-example gradients: E of them,
+    more than N where several cotangents are drawn per example. Exact, and cheaper than CG when
+    there are few examples: O(E²·size).
     """
     flat, unflatten = lane_flatten(b)
     u = gradients.astype(flat.dtype)
@@ -307,9 +251,9 @@ def solve_dual(
     gram += (num_examples * gamma)[..., None] * jnp.eye(gram.shape[-1], dtype=gram.dtype)
     weights = jnp.linalg.solve(gram, jnp.einsum("lep,lp->le", u, flat)[..., None])[..., 0]
     x = (flat - jnp.einsum("lep,le->lp", u, weights)) / gamma
-
-    def matvec(v: Vector) -> Vector:
-        v = lane_flatten(v)[0]
-        return unflatten(jnp.einsum("lep,le->lp", u, jnp.einsum("lep,lp->le", u, v)) / num_examples)
-
-    return direct_solution(matvec, b, damping, unflatten(x))
+    product = jnp.einsum("lep,le->lp", u, jnp.einsum("lep,lp->le", u, x)) / num_examples
+    x = unflatten(x)
+    r = jax.tree.map(jnp.subtract, b, lane_axpy(damping, x, unflatten(product)))
+    bb = lane_dot(b, b)
+    residual = jnp.sqrt(_divide(lane_dot(r, r), bb))
+    return _solution(x, b, r, jnp.zeros_like(bb, jnp.int32), residual)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from kfac._sharing import AxisName
 
+    Lane = tuple[Array, ...]
     Lanes = tuple[Float[Array, "lane ..."], ...]
     Factors = dict[str, tuple[Array, ...]]
 
@@ -35,81 +36,58 @@ Jacobian; that of independent inputs and cotangents, through the Jacobian; that 
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """One or several blocks whose products are computed together, lane by lane.
+    """One or several blocks whose products are computed together, lane by lane."""
 
-    Attributes:
-      blocks: the blocks, in the order of their lanes.
-      form: of F.
-      program: the calls of one lane.
-      params: current parameters, with leading lane axis.
-      state: what the products need: local Jacobians, factors.
-      g: cotangents per use, or () where F does not depend on them.
-      inputs: captured inputs per use, of exact blocks.
-      inverses: of the damped factors, that precondition CG: pairs for some lanes each, or ().
-      parts: the systems of single blocks that were stacked, or ().
-      axis_name: manual axes along which devices have a part of the batch each, where F is made of
-        the batch.
-      weights: of examples, see ``_example_weights``, likewise.
-    """
-
-    blocks: tuple[Block, ...]
-    form: Form
-    program: tuple[Any, ...]
-    params: Lanes
-    state: PyTree[Array]
-    g: tuple[Array, ...] = ()
-    inputs: tuple[Any, ...] = ()
+    blocks: tuple[Block, ...]  # the blocks, in the order of their lanes
+    form: Form  # of F
+    program: tuple[Any, ...]  # the calls of one lane
+    params: Lanes  # current parameters, with leading lane axis
+    state: PyTree[Array]  # what the products need: local Jacobians, factors
+    g: tuple[Array, ...] = ()  # cotangents per use, or () where F does not depend on them
+    inputs: tuple[Any, ...] = ()  # captured inputs per use, of exact blocks
+    # of the damped factors, that precondition CG: pairs for some lanes each, or ()
     inverses: tuple[tuple[Array, ...], ...] = ()
-    parts: tuple[System, ...] = ()
+    parts: tuple[System, ...] = ()  # the systems of single blocks that were stacked, or ()
+    # manual axes along which devices have a part of the batch each, where F is made of the batch
     axis_name: AxisName = None
-    weights: Array | None = None
+    weights: Array | None = None  # of examples, see ``_example_weights``, likewise
 
-    @property
-    def arrays(self) -> tuple:
-        """Everything that a system is built from, with a lane axis."""
-        return self.params, self.state, self.g
-
-    @property
+    @functools.cached_property
     def packs(self) -> bool:
-        """Whether vectors are single matrices [V; v_b].
-
-        Then the solver's loop has fewer, larger operations.
-        """
-        return (
-            all(u.layer.factored for u in self.program)
-            and len({(u.layer, u.roles) for u in self.program}) == 1
-        )
+        """Whether vectors are matrices [V; v_b]: the solver's operations are fewer and larger."""
+        dense = all([u.layer.factored for u in self.program])
+        return dense and len({(u.layer, u.roles) for u in self.program}) == 1
 
     def pack(self, v: Lanes) -> PyTree[Array]:
-        """A vector as the solver sees it.
-
-        One matrix per lane for dense blocks, the parameters for others.
-        """
-        return jax.vmap(self.program[0].as_matrix)(v) if self.packs else v
+        """A vector as the solver sees it: a matrix for dense blocks, else the parameters."""
+        use = self.program[0]
+        return jax.vmap(lambda v: use.layer.matrix(use.own(v)))(v) if self.packs else v
 
     def unpack(self, packed: PyTree[Array]) -> Lanes:
-        """The inverse of ``pack``."""
         if not self.packs:
             return packed
         use = self.program[0]
-        parts = jax.vmap(use.from_matrix)(self.params, packed)
+        parts = jax.vmap(lambda p, v: use.layer.unmatrix(use.own(p), v))(self.params, packed)
         roles = {i: role for role, i in use.roles}
-        return tuple(parts[roles[i]] for i in range(len(roles)))
+        return tuple([parts[roles[i]] for i in range(len(roles))])
 
     def product(self, v: Lanes) -> Lanes:
         """F v of every lane."""
         if self.form == "factors":
             return self.unpack(self.matvec(self.pack(v)))
-        product = jax.vmap(functools.partial(_product, self.program, self.form, self.weights))
-        return mean_over(self.axis_name, product(self.state, self.g, self._own(v)))
+
+        def one(state: Any, g: Any, v: Lane) -> Lane:
+            if self.form == "kron":
+                return blocks.kron_product(self.program, *state, v, self.weights)
+            return blocks.exact_product(self.program, state, g, v)
+
+        return mean_over(self.axis_name, jax.vmap(one)(self.state, self.g, self._own(v)))
 
     def matvec(self, v: PyTree[Array]) -> PyTree[Array]:
         """F v of every lane, for packed v."""
         if self.form == "factors":
-            left, right = self.state
-            return jax.vmap(functools.partial(blocks.factor_product, self.program[0]))(
-                self.params, left, right, v
-            )
+            one = functools.partial(blocks.factor_product, self.program[0])
+            return jax.vmap(one)(self.params, *self.state, v)
         return self.pack(self.product(self.unpack(v)))
 
     def precondition(self, r: PyTree[Array]) -> PyTree[Array]:
@@ -123,16 +101,12 @@ class System:
         )
 
     def squared_weights(self) -> Float[Array, " lane"]:
-        """‖θ‖² of every lane."""
         parts = [part.params for part in self.parts or [self]]
         # As in `precondition`: few kernels on a GPU, and no copy of all parameters on a CPU.
         return jax.lax.platform_dependent(parts, cpu=_squares_in_parts, default=_squares)
 
     def derivatives(self, v: Lanes) -> Float[Array, "column example"]:
-        """Each example's derivative of its loss along v, summed over the lanes.
-
-        For systems that keep cotangents.
-        """
+        """Each example's derivative of its loss along v, summed over an exact system's lanes."""
 
         def one(state: Any, g: Any, v: Lanes) -> Array:
             return blocks.example_derivatives(g, blocks.pushforward(self.program, state, v))
@@ -141,8 +115,8 @@ class System:
 
     def preconditioned(self, inverses: Factors) -> System:
         """This system with the inverses of its blocks' damped factors, where there are any."""
-        parts = [inverses[block.name] for block in self.blocks if block.name in inverses]
-        return dataclasses.replace(self, inverses=tuple(parts))
+        own = tuple([inverses[block.name] for block in self.blocks if block.name in inverses])
+        return dataclasses.replace(self, inverses=own)
 
     def damped_factors(self, gamma: dict[str, Array]) -> dict[str, tuple[Lanes, Lanes]]:
         """By block, 𝒜 with π√γ and 𝒢 with √γ/π, where π² = (tr 𝒜 / rows) / (tr 𝒢 / columns).
@@ -153,27 +127,24 @@ class System:
         if not self.program[0].layer.isometric:
             # Rows of a factor may lie on different devices: sliced there, they would be sent around
             # one by one.
-            mean = jax.vmap(self.program[0].mean_left)
+            use = self.program[0]
+            mean = jax.vmap(lambda p, left: use.layer.mean_left(use.own(p), left))
             left = over_devices(mean, self.params, kept=(left,), whole=False)
         # Not those of zeros, see `Dense.features`.
         columns = right.shape[-1]
         rows = self.blocks[0].size // columns
         root = jnp.sqrt(jnp.concatenate([gamma[block.name] for block in self.blocks]))
         tiny = jnp.finfo(left.dtype).tiny
-        # (𝒜 + π√γ I) ⊗ (𝒢 + √γ/π I) has γI and two terms too many, whose trace norm is
-        # least for this π. The factors may differ by many orders of magnitude: one √γ for
-        # both would drown the smaller and not reach the larger.
+        # (𝒜 + π√γ I) ⊗ (𝒢 + √γ/π I) has γI and two terms too many, whose trace norm is least for
+        # this π. The factors may differ by many orders of magnitude: one √γ for both would drown
+        # the smaller and not reach the larger.
         of_left = jnp.maximum(diagonal(left).sum(-1) / rows, tiny)
         of_right = jnp.maximum(diagonal(right).sum(-1) / columns, tiny)
         pi = jnp.sqrt(of_left / of_right)
-        parts = self.split(((left, root * pi), (right, root / pi)))
-        return {block.name: part for block, part in zip(self.blocks, parts, strict=True)}
+        return self.by_block(((left, root * pi), (right, root / pi)))
 
     def trace(self, key: Array) -> Float[Array, " lane"]:
-        """tr F of every lane.
-
-        An unbiased estimate from random signs (Hutchinson) where there is no closed form.
-        """
+        """tr F of every lane, by random signs (Hutchinson) where there is no closed form."""
         if self.form == "factors":
             one = jax.vmap(functools.partial(blocks.factored_trace, self.program[0]))
             # Of each part, since they read diagonals: a stack would be a copy of all factors.
@@ -184,17 +155,13 @@ class System:
             return mean_over(self.axis_name, own)
         like, treedef = jax.tree.flatten(self.pack(self.params))
         keys = jax.random.split(key, len(like))
-        signs = [
-            jax.random.rademacher(k, p.shape, p.dtype) for k, p in zip(keys, like, strict=True)
-        ]
+        pairs = zip(keys, like, strict=True)
+        signs = [jax.random.rademacher(key, p.shape, p.dtype) for key, p in pairs]
         signs = jax.tree.unflatten(treedef, signs)
         return solver.lane_dot(signs, self.matvec(signs))
 
     def example_gradients(self) -> Float[Array, "lane row size"]:
-        """Every example's own gradient of every lane: U of F = UᵀU/N.
-
-        For systems that keep cotangents.
-        """
+        """U of F = UᵀU/N of every lane of an exact system: every example's own gradient."""
         one = functools.partial(blocks.example_gradients, self.program)
         rows = jax.vmap(one)(self.params, self.inputs, self.state, self.g)
         packed = jax.vmap(self.pack, in_axes=1, out_axes=1)(rows)
@@ -204,12 +171,13 @@ class System:
     def _own(self, lanes: Lanes) -> Lanes:
         return own_along(names_of(self.axis_name), lanes)
 
-    def split(self, lanes: PyTree[Array]) -> list[PyTree[Array]]:
-        """Per block, its part of arrays with a leading lane axis."""
-        parts, start = [], 0
+    def by_block(self, lanes: PyTree[Array]) -> dict[str, PyTree[Array]]:
+        """Each block's part of arrays with a leading lane axis."""
+        arrays, structure = jax.tree.flatten(lanes)
+        parts, start = {}, 0
         for block in self.blocks:
             end = start + block.lanes
-            parts.append(jax.tree.map(lambda a, s=start, e=end: a[s:e], lanes))
+            parts[block.name] = structure.unflatten([array[start:end] for array in arrays])
             start = end
         return parts
 
@@ -242,20 +210,10 @@ def _squares_in_parts(parts: list[Lanes]) -> Float[Array, " lane"]:
     return jnp.concatenate([solver.lane_dot(lanes, lanes) for lanes in parts])
 
 
-def _product(program: tuple, form: Form, weights: Array | None, state: Any, g: Any, v: Any) -> Any:
-    if form == "kron":
-        linearized, right = state
-        return blocks.kron_product(program, linearized, right, v, weights)
-    return blocks.exact_product(program, state, g, v)
-
-
 def lanes_of(block: Block, flat: dict[str, Array]) -> Lanes:
-    """A block's part of a flat tree {path: array}, with a leading lane axis.
-
-    In float32 or better.
-    """
-    lanes = tuple(param.to_lanes(flat[param.path]) for param in block.params)
-    return tuple(a.astype(_float(a)) for a in lanes)
+    """A block's part of a flat tree {path: array}, lanes first, in float32 or better."""
+    lanes = [param.to_lanes(flat[param.path]) for param in block.params]
+    return tuple([a.astype(blocks.accumulator(a)) for a in lanes])
 
 
 def to_flat(block: Block, lanes: Lanes, like: dict[str, Array]) -> dict[str, Array]:
@@ -274,25 +232,24 @@ def captured_of(block: Block, curvature: Curvature) -> tuple[tuple, tuple[Array,
         x, dy = curvature.captured[use.name]
         inputs.append(use.inputs(x))
         dy = use.cotangents(dy)
-        g.append(dy.astype(_float(dy)))
+        g.append(dy.astype(blocks.accumulator(dy)))
     return tuple(inputs), tuple(g)
 
 
 def new_factors(
     block: Block, curvature: Curvature, params: Lanes, form: Form, narrow: str | None = None
 ) -> tuple[Array, ...]:
-    """This batch's Kronecker factors: (left, right).
+    """This batch's Kronecker factors: (left, right), of ``"kron"`` the right ones by output width.
 
-    For ``"factors"``; for ``"kron"`` the right ones are by output width. Operands are rounded to
-    ``narrow``, if given.
+    Operands are rounded to ``narrow``, if given.
     """
     inputs, g = captured_of(block, curvature)
     right = jax.vmap(functools.partial(blocks.right_factors, block.program, narrow=narrow))(g)
     if form == "kron":
         return mean_over(curvature.axis_name, right)
     of_examples = {"narrow": narrow, "weights": _example_weights(curvature)}
-    left_factor = functools.partial(blocks.left_factor, block.program, **of_examples)
-    left = jax.vmap(left_factor)(params, inputs)
+    left = functools.partial(blocks.left_factor, block.program, **of_examples)
+    left = jax.vmap(left)(params, inputs)
     return mean_over(curvature.axis_name, (left, right[0]))
 
 
@@ -328,26 +285,23 @@ def build(
     """
     groups: dict[Any, list[System]] = {}
     for name, form in forms.items():
-        system = _one(
-            curvature.layers.blocks[name], curvature, params, form, (factors or {}).get(name, ())
-        )
-        # Layers of one shape become one system: fewer and larger products, and one loop
-        # to compile for all of them.
-        shapes = jax.tree.map(lambda a: (a.shape[1:], str(a.dtype)), system.arrays)
-        key = (system.program, form, jax.tree.structure(shapes), str(shapes))
+        block, own = curvature.layers.blocks[name], (factors or {}).get(name, ())
+        system = _one(block, curvature, params, form, own)
+        # Layers of one shape become one system: fewer and larger products, and one loop to compile
+        # for all of them.
+        arrays, structure = jax.tree.flatten((system.params, system.state, system.g))
+        shapes = tuple([(a.shape[1:], a.dtype) for a in arrays])
+        key = (system.program, form, structure, shapes)
         groups.setdefault(key, []).append(system)
     return [_linearized(_stack(systems)) for systems in groups.values()]
 
 
 def _one(block: Block, curvature: Curvature, params: dict, form: Form, factors: tuple) -> System:
-    """One block's system, before linearisation.
-
-    The captured inputs stand for the local Jacobians.
-    """
+    """One block's system; the captured inputs stand for the local Jacobians until it is stacked."""
     lanes = lanes_of(block, params)
     if form == "factors":
-        # Factors know nothing of the batch: what is the batch's in the program would keep
-        # layers of one shape apart.
+        # Factors know nothing of the batch: what is the batch's in the program would keep layers of
+        # one shape apart.
         any_batch = {"output": _NO_OUTPUT, "input_dtypes": (), "num_examples": 0, "example_axis": 0}
         program = (dataclasses.replace(block.program[0], **any_batch),)
         return System((block,), form, program, lanes, factors)
@@ -358,27 +312,23 @@ def _one(block: Block, curvature: Curvature, params: dict, form: Form, factors: 
 
 
 def _stack(systems: list[System]) -> System:
-    first = systems[0]
     if len(systems) == 1:
-        return first
-    arrays = concatenated(s.arrays for s in systems)
-    stacked = tuple(b for s in systems for b in s.blocks)
-    of_batch = {"axis_name": first.axis_name, "weights": first.weights}
-    return System(stacked, first.form, first.program, *arrays, parts=tuple(systems), **of_batch)
+        return systems[0]
+    params, state, g = concatenated([(s.params, s.state, s.g) for s in systems])
+    stacked, parts = tuple([b for s in systems for b in s.blocks]), tuple(systems)
+    return dataclasses.replace(
+        systems[0], blocks=stacked, params=params, state=state, g=g, parts=parts
+    )
 
 
 def _linearized(system: System) -> System:
     if system.form == "factors":
         return system
-    # Once for all products of a solve: each of its iterations would pass through the
-    # layer again otherwise.
+    # Once for all products of a solve: each of its iterations would pass through the layer again
+    # otherwise.
     linearize = jax.vmap(functools.partial(blocks.linearize, system.program))
     params = own_along(names_of(system.axis_name), system.params)
     if system.form == "kron":
         inputs, right = system.state
         return dataclasses.replace(system, state=(linearize(params, inputs), right))
     return dataclasses.replace(system, state=linearize(params, system.state), inputs=system.state)
-
-
-def _float(array: Array) -> Any:
-    return jnp.promote_types(array.dtype, jnp.float32)

@@ -15,35 +15,29 @@ from kfac.solve._solvers import Solution
 from kfac.solve._systems import System
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float
+    from jaxtyping import Array, Float
 
     Vectors = dict[str, tuple[Array, ...]]  # block → its parameters, each with a leading lane axis
+    Scalar = float | Float[Array, ""]
 
 
+# Root mean square that a block's parameters are taken for at least: what starts at zero must leave
+# it.
 _LEAST_WEIGHT = 1e-2
-"""Root mean square that a block's parameters are taken for at least: what starts at zero must leave
-it."""
 
 
 class Proposal(NamedTuple):
-    """A step before it is judged.
+    """A step before it is judged."""
 
-    Attributes:
-      delta: change of the covered parameters.
-      coefficients: (α, β) of the new direction and of the last step in it.
-      model: predicted change of the loss.
-      kl_scale: factor by which the KL clip shortened it.
-      coherence: of the network's xᵀF x over the sum of the layers', as the clip took it.
-    """
-
-    delta: Vectors
-    coefficients: Float[Array, " 2"]
-    model: Float[Array, ""]
-    kl_scale: Float[Array, ""]
+    delta: Vectors  # change of the covered parameters
+    coefficients: Float[Array, " 2"]  # (α, β) of the new direction and of the last step in it
+    model: Float[Array, ""]  # predicted change of the loss
+    kl_scale: Float[Array, ""]  # factor by which the KL clip shortened it
+    # of the network's xᵀF x over the sum of the layers', as the clip took it
     coherence: Float[Array, ""]
 
 
-def combine(a: Array, u: Vectors, b: Array, v: Vectors) -> Vectors:
+def _combined(a: Array, u: Vectors, b: Array, v: Vectors) -> Vectors:
     """a·u + b·v."""
     return {name: jax.tree.map(lambda x, y: a * x + b * y, u[name], v[name]) for name in u}
 
@@ -54,9 +48,9 @@ def clipped_step(
     velocity: Vectors,
     *,
     rate: Array,
-    momentum: float | Float[Array, ""],
-    kl_clip: float | Float[Array, ""] | None,
-    coherence: float | Float[Array, ""] = 1.0,
+    momentum: Scalar,
+    kl_clip: Scalar | None,
+    coherence: Scalar = 1.0,
 ) -> Proposal:
     """Δ = μ·(last Δ) − η ν x with ν = min(1, √(κ / c xᵀF x)).
 
@@ -66,12 +60,16 @@ def clipped_step(
     schedule of η.
     """
     x = {name: s.x for name, s in solved.items()}
-    forms = quadratic_forms(solved, gamma)
-    scale = _kl_scale(coherence * forms.fisher, kl_clip)
+    slope, damped, fisher = quadratic_forms(solved, gamma)
+    kl = coherence * fisher
+    scale = jnp.ones_like(kl)
+    if kl_clip is not None:
+        most = jnp.asarray(kl_clip, kl.dtype)
+        scale = jnp.minimum(1, jnp.sqrt(most / jnp.maximum(kl, jnp.finfo(kl.dtype).tiny)))
     step = rate * scale
-    model = -step * forms.slope + 0.5 * step**2 * forms.damped
+    model = -step * slope + 0.5 * step**2 * damped
     coefficients = jnp.stack([step, jnp.asarray(momentum, step.dtype)])
-    delta = combine(-step, x, coefficients[1], velocity)
+    delta = _combined(-step, x, coefficients[1], velocity)
     return Proposal(delta, coefficients, model, scale, jnp.asarray(coherence, scale.dtype))
 
 
@@ -79,20 +77,16 @@ def weight_norms(groups: list[System]) -> dict[str, Float[Array, ""]]:
     """‖θ‖ of each block, at least that of parameters of ``_LEAST_WEIGHT``."""
     norms = {}
     for system in groups:
-        squares = system.split(system.squared_weights())
-        for block, part in zip(system.blocks, squares, strict=True):
+        squares = system.by_block(system.squared_weights())
+        for block in system.blocks:
             least = _LEAST_WEIGHT * (block.lanes * block.size) ** 0.5
-            norms[block.name] = jnp.maximum(jnp.sqrt(part.sum()), least)
+            norms[block.name] = jnp.maximum(jnp.sqrt(squares[block.name].sum()), least)
     return norms
 
 
 def unit_norms(like: Vectors) -> dict[str, float]:
-    """Norms of vectors whose root mean square is 1.
-
-    >>> unit_norms({"fc": (jnp.zeros((1, 4)),)})
-    {'fc': 2.0}
-    """
-    return {name: sum(leaf.size for leaf in vectors) ** 0.5 for name, vectors in like.items()}
+    """Norms of vectors whose root mean square is 1."""
+    return {name: sum([leaf.size for leaf in vectors]) ** 0.5 for name, vectors in like.items()}
 
 
 def normalized_step(
@@ -101,7 +95,7 @@ def normalized_step(
     *,
     rate: Array,
     velocity: Vectors | None = None,
-    momentum: float | Float[Array, ""] = 0.0,
+    momentum: Scalar = 0.0,
 ) -> Proposal:
     """Δ = μ·(last Δ) − (1 − μ) η r x, block by block, with r = ``norms`` / ‖x‖.
 
@@ -111,107 +105,62 @@ def normalized_step(
     al., 2017, arXiv:1708.03888, section 4, with x in the place of the gradient).
     With those of root mean square 1, and x of gradients with momentum, it is ``"rms"``: η is the
     change of a parameter, as Muon's steps are scaled (Liu et al., 2025, arXiv:2502.16982).
-
-    Args:
-      solved: x of each block.
-      norms: of each block.
-      rate: η.
-      velocity: the last Δ; None for none.
-      momentum: μ.
-
-    >>> from kfac.solve._solvers import unchecked_solution
-    >>> x = (jnp.array([[3.0, 4.0]]),)
-    >>> solved = {"fc": unchecked_solution(x, x)}
-    >>> step = normalized_step(solved, {"fc": 1.0}, rate=jnp.array(0.1))
-    >>> [[round(change, 3) for change in lane] for lane in step.delta["fc"][0].tolist()]
-    [[-0.06, -0.08]]
     """
     # All blocks in one array: each block's own scalars would be kernels of their own on a GPU.
     slopes, damped, squares = _forms(solved)
     lengths = jnp.stack([jnp.asarray(norms[name], squares.dtype) for name in solved])
     ratios = jnp.where(squares > 0, lengths / jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
     x: Vectors = {
-        name: jax.tree.map(lambda leaf, ratio=ratio: (ratio * leaf).astype(leaf.dtype), solution.x)
+        name: tuple([(ratio * leaf).astype(leaf.dtype) for leaf in solution.x])
         for (name, solution), ratio in zip(solved.items(), ratios, strict=True)
     }
     share = jnp.asarray(momentum, rate.dtype)
     step = (1 - share) * rate
     # Sums and no products of matrices, which are of few digits on accelerators.
     model = -step * (ratios * slopes).sum() + 0.5 * step**2 * (ratios**2 * damped).sum()
-    delta = combine(-step, x, share, x if velocity is None else velocity)
+    delta = _combined(-step, x, share, x if velocity is None else velocity)
     # Two ones, as of every number that a state holds: see `init_state`.
     kl_scale, coherence = jnp.ones_like(model), jnp.ones_like(model)
     return Proposal(delta, jnp.stack([step, share]), model, kl_scale, coherence)
 
 
-def is_finite(
-    solved: dict[str, Solution], proposal: Proposal, delta: dict[str, Array]
-) -> Bool[Array, ""]:
+def is_finite(solved: dict[str, Solution], step: Proposal, delta: dict[str, Array]) -> Array:
     """Whether a step has no entry that is infinite or not a number.
 
     By the squares of the solutions, which are there: a look at each array would be as many small
     kernels on a GPU. The last step, which a step may go on from, was finite when it was taken.
     ``delta`` is the step in the dtypes in which it is applied, which may have no place for it.
     """
-    numbers = jnp.stack([proposal.model, *proposal.coefficients])
+    numbers = jnp.stack([step.model, *step.coefficients])
     finite = jnp.isfinite(_forms(solved)).all() & jnp.isfinite(numbers).all()
     return finite & all_fit(delta.values())
 
 
-class QuadraticForms(NamedTuple):
-    """What solutions x are to the model of the loss, summed over all blocks.
-
-    κ bounds one step of the network, not a step of each layer.
-
-    Attributes:
-      slope: bᵀx.
-      damped: xᵀ(F + Γ)x.
-      fisher: xᵀF x.
-    """
-
-    slope: Float[Array, ""]
-    damped: Float[Array, ""]
-    fisher: Float[Array, ""]
-
-
-def quadratic_forms(solved: dict[str, Solution], gamma: dict[str, Array]) -> QuadraticForms:
-    """Those of all blocks."""
+def quadratic_forms(solved: dict[str, Solution], gamma: dict[str, Array]) -> tuple[Array, ...]:
+    """bᵀx, xᵀ(F + Γ)x and xᵀF x, of all blocks: κ bounds one step of the network."""
     slope, damped, _ = _forms(solved).sum(axis=1)
-    fisher = damped - sum((gamma[name] * s.square).sum() for name, s in solved.items())
-    return QuadraticForms(slope, damped, fisher)
+    fisher = damped - sum([(gamma[name] * s.square).sum() for name, s in solved.items()])
+    return slope, damped, fisher
 
 
 def _forms(solved: dict[str, Solution]) -> Float[Array, "3 block"]:
-    """bᵀx, xᵀ(F + γI)x and xᵀx of all blocks, whose lanes are summed.
+    """bᵀx, xᵀ(F + γI)x and xᵀx of each block, whose lanes are summed.
 
     They need no further product: xᵀ(F + γI)x = 2 bᵀx + 2 q(x).
     """
-    slope, model, square = (
-        jnp.stack([getattr(solution, name).sum() for solution in solved.values()])
-        for name in ("slope", "model", "square")
-    )
+    slope = jnp.stack([solution.slope.sum() for solution in solved.values()])
+    model = jnp.stack([solution.model.sum() for solution in solved.values()])
+    square = jnp.stack([solution.square.sum() for solution in solved.values()])
     return jnp.stack([slope, 2 * (slope + model), square])
 
 
 def network_fisher(groups: list[System], num_examples: int, x: Vectors) -> Float[Array, ""]:
-    """xᵀF x with the Fisher matrix F of all blocks together.
+    """xᵀF x with the Fisher matrix F of all blocks, whose exact systems are given, together.
 
     The derivative of example n's loss along x is the sum over layers of θ_n, so xᵀF x =
     Σ_n (Σ_layers θ_n)² / N costs half a product per layer and no pass through the network.
     (Martens & Grosse, 2015, section 7.)
-
-    Args:
-      groups: exact systems of all blocks.
-      num_examples: N.
-      x: a change of the blocks' parameters.
     """
-    parts = [s.derivatives(concatenated(x[b.name] for b in s.blocks)) for s in groups]
+    parts = [s.derivatives(concatenated([x[b.name] for b in s.blocks])) for s in groups]
     along = functools.reduce(jnp.add, parts)
     return mean_over(groups[0].axis_name, jnp.einsum("cn,cn->", along, along) / num_examples)
-
-
-def _kl_scale(kl: Array, kl_clip: float | Array | None) -> Array:
-    if kl_clip is None:
-        return jnp.ones_like(kl)
-    kl_clip = jnp.asarray(kl_clip, kl.dtype)
-    return jnp.minimum(1, jnp.sqrt(kl_clip / jnp.maximum(kl, jnp.finfo(kl.dtype).tiny)))

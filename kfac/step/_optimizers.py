@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kfac._trees import all_finite, chosen
+from kfac._trees import all_finite
 from kfac.curvature._coverage import Layers
 from kfac.step._options import Algorithm1Options, CgFacOptions, KfacOptions, Options, is_zero
 from kfac.step._transform import scale_by
@@ -37,13 +37,10 @@ def kfac(
     the layer's inputs and G that of its cotangents, as if they were independent. Source: Martens &
     Grosse, 2015, arXiv:1503.05671.
 
-    It is ``scale_by_kfac`` for the parameters that layers cover, ``fallback`` for the others
-    (``optax.partition`` by ``layers.labels``), and decoupled weight decay. It goes under the
-    caller's own ``jax.jit`` and sharding, and composes with ``optax.chain``, ``optax.masked``,
-    ``optax.partition``, ``optax.MultiSteps`` and ``optax.inject_hyperparams`` (with
-    ``static_args=kfac.KfacOptions.STATIC_ARGUMENTS``). ``update`` takes, beside the gradient, the
-    curvature that ``value_grad_and_curvature`` returns; without it, it raises. A gradient that is
-    not finite anywhere changes nothing but the momentum, which it ends.
+    It is ``scale_by_kfac`` for the parameters that layers cover, ``fallback`` for the others, and
+    decoupled weight decay, and composes as optax's own do: with ``optax.inject_hyperparams`` by
+    ``static_args=kfac.KfacOptions.STATIC_ARGUMENTS``. A gradient that is not finite anywhere
+    changes nothing but the momentum, which it ends.
 
     Args:
       learning_rate: what the step measures, or a schedule of it.
@@ -57,9 +54,9 @@ def kfac(
         arrays where they are hyper-parameters, traced ones included.
 
     Returns:
-      A transformation whose ``update`` takes ``(grads, state, params, *, curvature, sound=None)``;
-      where ``sound`` is not true nothing moves, by default where the gradient is not finite, which
-      a caller who passes it has to have looked at.
+      A transformation whose ``update`` takes ``(grads, state, params, *, curvature, sound=None)``,
+      the curvature of ``value_grad_and_curvature``; where ``sound`` is not true nothing moves, by
+      default where the gradient is not finite, which a caller who passes it has looked at.
 
     Raises:
       ValueError: no layer has a block; unknown names, or choices that exclude each other; in
@@ -73,9 +70,8 @@ def kfac(
     ...     return 0.5 * ((y - x[:, :2]) ** 2).sum(-1).mean(), y
     >>> layers = kfac.find_layers(loss_fn, params, x)
     >>> optimizer = kfac.kfac(1.0, layers, step="clip", momentum=0.0, damping=1e-3, kl_clip=None)
-    >>> function = kfac.value_grad_and_curvature(
-    ...     loss_fn, fisher="ggn", likelihood="gaussian", has_aux=True
-    ... )
+    >>> options = dict(fisher="ggn", likelihood="gaussian", has_aux=True)
+    >>> function = kfac.value_grad_and_curvature(loss_fn, **options)
     >>> @jax.jit
     ... def train_step(params, state, x, key):
     ...     (loss, _), grads, curvature = function(params, x, key=key)
@@ -87,14 +83,8 @@ def kfac(
     >>> bool(loss < 1e-2)
     True
     """
-    return _with_fallback(
-        layers,
-        KfacOptions(learning_rate=learning_rate, **options),
-        weight_decay=weight_decay,
-        weight_decay_mask=weight_decay_mask,
-        fallback=fallback,
-        fallback_learning_rate=fallback_learning_rate,
-    )
+    rest = (fallback, fallback_learning_rate, weight_decay, weight_decay_mask)
+    return _with_fallback(layers, KfacOptions(learning_rate=learning_rate, **options), *rest)
 
 
 def cg_fac(
@@ -113,11 +103,9 @@ def cg_fac(
     made of the inputs and cotangents of this batch. Source: Algorithm 1 of Chen, "The Brownian
     motion in the transformer model" (2021); ``algorithm_1`` is it to the letter.
 
-    All else is as of ``kfac.kfac``.
-
     Args:
       learning_rate, layers, weight_decay, weight_decay_mask, fallback, fallback_learning_rate: as
-        of ``kfac.kfac``.
+        of ``kfac.kfac``, and so is what is returned and raised.
       **options: fields of ``kfac.CgFacOptions`` by name.
 
     >>> import jax.numpy as jnp, kfac
@@ -126,14 +114,8 @@ def cg_fac(
     >>> layers = kfac.find_layers(loss_fn, params, jnp.ones((4, 3)))
     >>> optimizer = kfac.cg_fac(1.0, layers, iterations=4)
     """
-    return _with_fallback(
-        layers,
-        CgFacOptions(learning_rate=learning_rate, **options),
-        weight_decay=weight_decay,
-        weight_decay_mask=weight_decay_mask,
-        fallback=fallback,
-        fallback_learning_rate=fallback_learning_rate,
-    )
+    rest = (fallback, fallback_learning_rate, weight_decay, weight_decay_mask)
+    return _with_fallback(layers, CgFacOptions(learning_rate=learning_rate, **options), *rest)
 
 
 def algorithm_1(
@@ -145,9 +127,7 @@ def algorithm_1(
     tolerance: Scalar = 1e-2,
     fallback: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Algorithm 1 of the paper to the letter.
-
-    Empirical Fisher, exact block, warm start from the previous batch.
+    """Algorithm 1 of the paper to the letter: empirical Fisher, exact block, warm start.
 
     At most ``max_iterations`` plain CG steps on (F̂ + γI) x = ∇L from x₀, the previous batch's x, γ
     the same for all layers, stopping when ‖r‖ ≤ ``tolerance``·‖∇L‖ ("sufficiently small" in the
@@ -155,12 +135,9 @@ def algorithm_1(
     and b of a layer are one block, and parameters without a block go to ``fallback``.
 
     Args:
-      learning_rate: η.
-      layers: from ``find_layers``.
-      damping: γ.
-      max_iterations: m.
-      tolerance: relative residual.
-      fallback: AdamW by default.
+      learning_rate, damping: η and γ.
+      layers, fallback: as of ``kfac.kfac``.
+      max_iterations, tolerance: of CG.
 
     >>> import jax.numpy as jnp, kfac
     >>> params = {"kernel": jnp.ones((3, 2))}
@@ -168,28 +145,20 @@ def algorithm_1(
     >>> layers = kfac.find_layers(loss_fn, params, jnp.ones((4, 3)))
     >>> optimizer = kfac.algorithm_1(0.1, layers, damping=0.1, max_iterations=10)
     """
-    options = Algorithm1Options(
-        learning_rate=learning_rate,
-        momentum=0.0,
-        damping=damping,
-        iterations=max_iterations,
-        tolerance=tolerance,
-        kl_clip=None,
-        fisher="empirical",
-    )
-    return _with_fallback(layers, options, fallback=fallback)
+    fixed = {"momentum": 0.0, "kl_clip": None, "fisher": "empirical"}
+    own = {"damping": damping, "iterations": max_iterations, "tolerance": tolerance}
+    options = Algorithm1Options(learning_rate=learning_rate, **own, **fixed)
+    return _with_fallback(layers, options, fallback)
 
 
 def _with_fallback(
     layers: Layers,
     options: Options,
-    *,
+    fallback: optax.GradientTransformation | None,
+    rate: Scalar | optax.Schedule = 1e-3,
     weight_decay: Scalar = 0.0,
     weight_decay_mask: Any = None,
-    fallback: optax.GradientTransformation | None,
-    fallback_learning_rate: Scalar | optax.Schedule = 1e-3,
 ) -> optax.GradientTransformationExtraArgs:
-    rate = fallback_learning_rate
     stages = [scale_by(layers, options)]
     if not is_zero(weight_decay):
         # Decoupled: shrunk at the pace of the schedule, not along the natural gradient.
@@ -205,10 +174,7 @@ def _with_fallback(
 
 
 def _show_options_in_signature(function: Callable, options: type[Options]) -> None:
-    """Hands the options on as their class has them, where they are written once.
-
-    ``help`` and ``optax.inject_hyperparams`` find them here too.
-    """
+    """Hands the options on as their class has them, for ``help`` and ``optax``."""
     own, fields = inspect.signature(function), inspect.signature(options).parameters.values()
     kept = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     more = [p for p in fields if p.name != "learning_rate"]
@@ -238,10 +204,10 @@ def _whole_steps(
         updates, new = inner.update(shared, state, params, **extra_args)
         # The covered share looks after its own state; other optimizers would keep NaN in their
         # moments for ever.
-        fallback = chosen(finite, new.inner_states["fallback"], state.inner_states["fallback"])
+        kept = [s.inner_states["fallback"] for s in (new, state)]
+        fallback = jax.tree.map(lambda n, o: jnp.where(finite, n, o), *kept)
         shares = new.inner_states | {"fallback": fallback}
-        # The cast: rates are float32, and must not widen the updates of narrower
-        # parameters.
+        # The cast: rates are float32, and must not widen the updates of narrower parameters.
         updates = jax.tree.map(lambda u, g: jnp.where(finite, u, 0).astype(g.dtype), updates, grads)
         return updates, new._replace(inner_states=shares)
 

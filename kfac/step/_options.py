@@ -21,37 +21,22 @@ if TYPE_CHECKING:
 
 STEPS = ("rms", "share", "clip")
 _CHOICES = {"step": STEPS, "solver": ("cg", "dual"), "product_dtype": ("float32", "bfloat16")}
-# Name → (least value, whether the least itself is allowed, a bound from above that is not
-# reached).
-_RANGES = {
-    "damping": (0, True, float("inf")),
-    "tolerance": (0, True, float("inf")),
-    "factor_decay": (0, True, 1),
-    "momentum": (0, True, float("inf")),
-    "kl_clip": (0, False, float("inf")),
-    "iterations": (0, True, float("inf")),
-    "inverse_interval": (1, True, float("inf")),
-}
+_LEAST = {"damping": 0, "tolerance": 0, "factor_decay": 0, "momentum": 0, "iterations": 0}
+_LEAST |= {"inverse_interval": 1}
+_PRESET = {"iterations": 2, "inverse_interval": 10}
 _TRACED = {"learning_rate", "momentum", "damping", "kl_clip", "factor_decay", "tolerance"}
 
 
 class Options:
-    """What the two optimizers differ in, as the code that they share reads it.
+    """What the two optimizers differ in, as the code that they share reads it."""
 
-    Attributes:
-      exact: whether F is the layer's own Fisher matrix, of this batch, and CG starts from the last
-        solution; else it is made of averaged Kronecker factors.
-      absolute: whether γ = λ, not λ times the layer's mean eigenvalue.
-      safeguard: see ``cg``.
-      PRESETS: step → what the fields that are None stand for.
-      STATIC_ARGUMENTS: fields that shape the program, for ``optax.inject_hyperparams``.
-    """
-
+    # Whether F is the layer's own Fisher matrix, of this batch, and CG starts from the last
+    # solution; else it is made of averaged Kronecker factors.
     exact: ClassVar[bool]
-    absolute: ClassVar[bool] = False
-    safeguard: ClassVar[bool] = True
-    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]]
-    STATIC_ARGUMENTS: ClassVar[tuple[str, ...]]
+    absolute: ClassVar[bool] = False  # whether γ = λ, not λ times the layer's mean eigenvalue
+    safeguard: ClassVar[bool] = True  # see `cg`
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]]  # step → what fields of None stand for
+    STATIC_ARGUMENTS: ClassVar[tuple[str, ...]]  # that shape the program, for inject_hyperparams
 
     learning_rate: Any
     step: str
@@ -82,14 +67,14 @@ class Options:
                 "array; under optax.inject_hyperparams pass "
                 f"static_args=kfac.{type(self).__name__}.STATIC_ARGUMENTS."
             )
-        for name, (least, inclusive, bound) in _RANGES.items():
-            value = getattr(self, name)
-            if isinstance(value, numbers.Real) and not (
-                least < value < bound or (inclusive and value == least)
-            ):
-                above = f"{'at least' if inclusive else 'above'} {least}"
-                below = f" and below {bound}" if bound < float("inf") else ""
-                raise ValueError(f"expected {name} to be {above}{below}, got {value}.")
+        inf = float("inf")
+        for name, least in _LEAST.items():
+            value, bound = getattr(self, name), 1 if name == "factor_decay" else inf
+            if isinstance(value, numbers.Real) and not least <= value < bound:
+                below = f" and below {bound}" if bound < inf else ""
+                raise ValueError(f"expected {name} to be at least {least}{below}, got {value}.")
+        if isinstance(self.kl_clip, numbers.Real) and not 0 < self.kl_clip < inf:
+            raise ValueError(f"expected kl_clip to be above 0, got {self.kl_clip}.")
         if self.iterations == 0 and (self.exact or self.step == "clip"):
             raise ValueError(
                 "expected at least one of iterations, or kfac with step 'rms' or 'share', whose "
@@ -107,14 +92,12 @@ class Options:
         return self.step == "clip" and self.kl_clip is not None
 
     def forms(self, owned: Mapping[str, Block]) -> dict[str, Form]:
-        """Which products serve each block."""
-        return {name: self._form(block) for name, block in owned.items()}
-
-    def _form(self, block: Block) -> Form:
-        if self.exact:
-            return "exact"
-        fits = block.factored and max(block.lifted_shape(block.uses[0])) <= blocks.MOST_ROWS
-        return "factors" if fits else "kron"
+        forms: dict[str, Form] = {}
+        for name, block in owned.items():
+            fits = not self.exact and block.factored
+            fits = fits and max(block.lifted_shape) <= blocks.MOST_ROWS
+            forms[name] = "exact" if self.exact else "factors" if fits else "kron"
+        return forms
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,27 +150,9 @@ class KfacOptions(Options):
     exact: ClassVar[bool] = False
     # docs/cg_fac.md has how they were found.
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "rms": {
-            "learning_rate": 2e-3,
-            "momentum": 0.95,
-            "damping": 0.03,
-            "iterations": 2,
-            "inverse_interval": 5,
-        },
-        "share": {
-            "learning_rate": 0.1,
-            "momentum": 0.9,
-            "damping": 0.1,
-            "iterations": 2,
-            "inverse_interval": 10,
-        },
-        "clip": {
-            "learning_rate": 1.0,
-            "momentum": 0.9,
-            "damping": 10.0,
-            "iterations": 1,
-            "inverse_interval": 10,
-        },
+        "rms": dict(_PRESET, learning_rate=2e-3, momentum=0.95, damping=0.03, inverse_interval=5),
+        "share": dict(_PRESET, learning_rate=0.1, momentum=0.9, damping=0.1),
+        "clip": dict(_PRESET, learning_rate=1.0, momentum=0.9, damping=10.0, iterations=1),
     }
 
 
@@ -239,10 +204,7 @@ class Algorithm1Options(CgFacOptions):
 
 
 def is_zero(value: Any) -> bool:
-    """Whether a hyper-parameter is off: the number 0.
-
-    Not an array, which may hold another value at the next step.
-    """
+    """Whether a hyper-parameter is off: the number 0, no array, which may hold another later."""
     return isinstance(value, numbers.Real) and value == 0
 
 

@@ -55,29 +55,24 @@ class Averages(NamedTuple):
 
 
 def init_state(params: PyTree[Array], owned: dict[str, Block], options: Options) -> State:
-    """The state before the first step.
-
-    Args:
-      params: the parameters, all of them covered.
-      owned: their blocks by name.
-      options: of the optimizer.
-    """
-    # float32 for bfloat16 parameters too: an average that takes a twentieth of each batch
-    # moves by less than those resolve.
+    """The state before the first step, for parameters all of which these blocks cover."""
+    # float32 for bfloat16 parameters too: an average that takes a twentieth of each batch moves by
+    # less than those resolve.
     dtype = jnp.result_type(jnp.float32, *flatten(params).values())
     scalar = jnp.zeros((), dtype)
-    lanes = {name: jnp.zeros((block.lanes,), dtype) for name, block in owned.items()}
     forms = options.forms(owned)
-    factors = {name: _empty_factors(block, forms[name], dtype) for name, block in owned.items()}
-    factored = {name: block for name, block in owned.items() if forms[name] == "factors"}
-    inverses = {n: _empty_inverses(block, factors[n], options) for n, block in factored.items()}
-    traces = {n: lanes[n] for n in owned if n not in factored and not options.absolute}
-    velocity = jax.tree.map(jnp.zeros_like, params)
+    factors, traces, inverses = {}, {}, {}
+    for name, block in owned.items():
+        factors[name] = _empty_factors(block, forms[name], dtype)
+        if forms[name] == "factors":
+            inverses[name] = _empty_inverses(block, factors[name], options)
+        elif not options.absolute:
+            traces[name] = jnp.zeros((block.lanes,), dtype)
     return State(
         count=jnp.zeros((), jnp.int32),
         # Two zeros: a step that donates its state may give no buffer away twice.
         averages=Averages(factors, traces, scalar, jnp.zeros_like(scalar), inverses),
-        velocity=velocity,
+        velocity=jax.tree.map(jnp.zeros_like, params),
         solution=jax.tree.map(jnp.zeros_like, params) if options.exact else (),
         stats=_empty_stats(owned, forms, scalar, options),
     )
@@ -86,19 +81,17 @@ def init_state(params: PyTree[Array], owned: dict[str, Block], options: Options)
 def _empty_factors(block: Block, form: Form, dtype: Any) -> tuple[Array, ...]:
     sizes: tuple[int, ...] = ()
     if form == "factors":
-        sizes = block.lifted_shape(block.uses[0])
+        sizes = block.lifted_shape
     elif form == "kron":
         sizes = tuple(blocks.output_groups(block.program))
     shapes = [(n, n) if n <= blocks.MOST_ROWS else (n,) for n in sizes]  # else its diagonal alone
     return tuple(jnp.zeros((block.lanes, *shape), dtype) for shape in shapes)
 
 
-def _empty_inverses(
-    block: Block, factors: tuple[Array, ...], options: Options
-) -> tuple[Array, Array]:
+def _empty_inverses(block: Block, factors: tuple, options: Options) -> tuple[Array, Array]:
     use, right = block.uses[0], factors[1]
     lane = tuple(jax.ShapeDtypeStruct(p.shape, right.dtype) for p in block.params)
-    rows = jax.eval_shape(lambda params: use.dense.matrix(use.own(params)), lane).shape[0]
+    rows = jax.eval_shape(lambda params: use.layer.matrix(use.own(params)), lane).shape[0]
     dtype = options.narrow or right.dtype
     return jnp.zeros((block.lanes, rows, rows), dtype), jnp.zeros_like(right, dtype)
 
@@ -128,10 +121,9 @@ def find_state(opt_state: PyTree[Array]) -> State:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What a step tells of itself, see ``telemetry``.
+    """What a step tells of itself, see ``telemetry``: of all blocks in one array.
 
-    Of all blocks in one array: on a GPU an array for each would be as many small kernels, and
-    buffers to hand over, at every step.
+    On a GPU an array for each would be as many small kernels at every step.
 
     Attributes:
       damping: λ.
@@ -168,19 +160,17 @@ class Stats:
 
     def by_name(self) -> dict[str, Array]:
         """Scalars by the names of ``telemetry``."""
-        scalars = {f"{self.optimizer}/{name}": getattr(self, name) for name in _SCALARS}
+        scalars = {name: getattr(self, name) for name in _SCALARS}
         for name, of in (("iterations", self.blocks), ("residual", self.measured)):
             means = zip(of, getattr(self, name) if of else (), strict=True)
-            scalars |= {f"{self.optimizer}/{name}/{block}": mean for block, mean in means}
-        return scalars
+            scalars |= {f"{name}/{block}": mean for block, mean in means}
+        return {f"{self.optimizer}/{name}": scalar for name, scalar in scalars.items()}
 
 
 _SCALARS = ("damping", "step", "momentum", "kl_scale", "coherence", "model", "rejected")
 
 
-def _empty_stats(
-    owned: dict[str, Block], forms: dict[str, Form], zero: Array, options: Options
-) -> Stats:
+def _empty_stats(owned: dict[str, Block], forms: dict, zero: Array, options: Options) -> Stats:
     # No product tells how far the inverses alone solve a system.
     measured = tuple(n for n in owned if options.iterations or forms[n] != "factors")
     return Stats(
@@ -194,9 +184,7 @@ def _empty_stats(
 
 
 def find_stats(opt_state: PyTree[Array]) -> list[Stats]:
-    """What the last steps tell, wherever it stands in an optimizer's state.
-
-    It is what a compiled step hands out, for ``telemetry`` to name outside of it.
+    """What the last steps tell: what a compiled step hands out, for ``telemetry`` to name.
 
     >>> find_stats({"of": "another optimizer"})
     []
@@ -207,10 +195,8 @@ def find_stats(opt_state: PyTree[Array]) -> list[Stats]:
 def telemetry(opt_state: PyTree[Array]) -> dict[str, Array]:
     """Scalars of the last step of ``kfac`` or ``cg_fac``, wherever it stands in an optax chain.
 
-    ``kfac/damping`` λ, ``step`` and ``momentum``, ``kl_scale``, ``coherence`` (of the network's
-    Δᵀ F Δ over the layers'; 1 where it is not measured), ``model`` (predicted change of the loss),
-    ``rejected``; for each block ``iterations/<block>`` and, where CG runs, ``residual/<block>``
-    (means over its lanes). Empty for other optimizers.
+    ``kfac/damping`` and so on, as ``kfac.Stats`` has them; for each block ``iterations/<block>``
+    and, where CG runs, ``residual/<block>``. Empty for other optimizers.
 
     >>> import jax.numpy as jnp, kfac
     >>> params = {"fc": {"kernel": jnp.ones((3, 2))}}
@@ -219,7 +205,4 @@ def telemetry(opt_state: PyTree[Array]) -> dict[str, Array]:
     >>> sorted(telemetry(optimizer.init(params)))[:3]
     ['kfac/coherence', 'kfac/damping', 'kfac/iterations/fc']
     """
-    scalars: dict[str, Array] = {}
-    for stats in find_stats(opt_state):
-        scalars |= stats.by_name()
-    return scalars
+    return {n: scalar for stats in find_stats(opt_state) for n, scalar in stats.by_name().items()}

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from kfac._trees import all_finite, all_fit, flatten, unflatten
+from kfac._trees import all_finite, all_fit, flatten
 from kfac.curvature._blocks import Block
 from kfac.curvature._coverage import LEFT_OUT, Layers
 from kfac.curvature._gather import Curvature
 from kfac.solve import _systems as systems
-from kfac.solve._problem import Problem, from_vectors, pose, solve, to_vectors
+from kfac.solve._problem import Problem, Step, pose, solve
 from kfac.solve._solvers import Solution
 from kfac.solve._systems import Form
-from kfac.step._length import (
-    Proposal,
-    clipped_step,
-    is_finite,
-    network_fisher,
-    normalized_step,
-    quadratic_forms,
-    unit_norms,
-    weight_norms,
-)
+from kfac.step import _length as length
 from kfac.step._options import CgFacOptions, KfacOptions, Options, is_zero
 from kfac.step._state import Averages, State, Stats, init_state
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree
+
+    from kfac._trees import Flat
 
 
 def scale_by_kfac(
@@ -38,9 +32,8 @@ def scale_by_kfac(
 ) -> optax.GradientTransformationExtraArgs:
     """Replaces the gradient ∇L of every layer by −Δ, Δ the step of ``kfac``.
 
-    As optax's other ``scale_by_…``, it is to be followed by ``optax.scale(-1)`` or
-    ``optax.scale_by_learning_rate``, and takes covered parameters alone: ``layers.labels`` says to
-    ``optax.partition`` which these are, and ``kfac.kfac`` is that composition ready-made.
+    It is to be followed by ``optax.scale(-1)`` or ``optax.scale_by_learning_rate``, and takes
+    covered parameters alone: ``layers.labels`` says to ``optax.partition`` which these are.
 
     Args:
       layers: from ``find_layers``, all or those that ``Layers.select`` keeps.
@@ -59,43 +52,36 @@ def scale_by_kfac(
     >>> params = {"fc": {"kernel": jnp.ones((3, 2))}, "scale": jnp.ones(())}
     >>> loss_fn = lambda p, x: (p["scale"] * kfac.tap(kfac.Dense(), p["fc"], x, path="fc")).mean()
     >>> layers = kfac.find_layers(loss_fn, params, jnp.ones((4, 3)))
-    >>> layers.labels(params)
-    {'fc': {'kernel': 'covered'}, 'scale': 'fallback'}
-    >>> second_order = optax.chain(
-    ...     kfac.scale_by_kfac(layers, kfac.KfacOptions(step="clip")),
-    ...     optax.scale_by_learning_rate(0.5),
-    ... )
-    >>> optimizer = optax.partition(
-    ...     {"covered": second_order, "fallback": optax.sgd(0.1)}, layers.labels
-    ... )
-    >>> (_, grads, curvature) = kfac.value_grad_and_curvature(loss_fn, fisher="empirical")(
-    ...     params, jnp.ones((4, 3))
-    ... )
+    >>> scale = kfac.scale_by_kfac(layers, kfac.KfacOptions(step="clip"))
+    >>> second_order = optax.chain(scale, optax.scale_by_learning_rate(0.5))
+    >>> parts = {"covered": second_order, "fallback": optax.sgd(0.1)}
+    >>> optimizer = optax.partition(parts, layers.labels)
+    >>> function = kfac.value_grad_and_curvature(loss_fn, fisher="empirical")
+    >>> _, grads, curvature = function(params, jnp.ones((4, 3)))
     >>> updates, _ = optimizer.update(grads, optimizer.init(params), params, curvature=curvature)
     >>> bool((updates["fc"]["kernel"] < 0).all())
     True
     """
-    return scale_by(layers, KfacOptions() if options is None else options)
+    return scale_by(layers, options or KfacOptions())
 
 
 def scale_by_cg_fac(
     layers: Layers, options: CgFacOptions | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """``scale_by_kfac`` for ``cg_fac``, with ``CgFacOptions()`` by default."""
-    return scale_by(layers, CgFacOptions() if options is None else options)
+    return scale_by(layers, options or CgFacOptions())
 
 
 def scale_by(layers: Layers, options: Options) -> optax.GradientTransformationExtraArgs:
-    """What both are."""
     if not layers.blocks and LEFT_OUT not in layers.reasons.values():
-        left = "; ".join(f"{path}: {why}" for path, why in layers.uncovered(3).items())
         raise ValueError(
-            f"expected layers with curvature, got none ({left or 'no parameters'}); mark layers of "
-            "plain functions with kfac.tap, register modules with kfac.register_layer."
+            "expected layers with curvature, got none "
+            f"({layers.uncovered() or 'no parameters'}); mark layers of plain functions with "
+            "kfac.tap, register modules with kfac.register_layer."
         )
 
     def init(params: PyTree[Array]) -> State:
-        return init_state(params, _owned(params, layers), options)
+        return init_state(params, _owned(params, flatten(params), layers), options)
 
     def update(
         grads: PyTree[Array],
@@ -106,84 +92,30 @@ def scale_by(layers: Layers, options: Options) -> optax.GradientTransformationEx
         sound: Bool[Array, ""] | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree[Array], State]:
-        del extra_args
-        names = _owned(grads, layers)
-        if not names:  # all of its parameters are masked
+        flat = flatten(grads)
+        owned = _owned(grads, flat, layers)
+        if not owned:  # all of its parameters are masked
             return grads, state._replace(count=state.count + 1)
         curvature = _checked(layers, options, params, curvature)
-        owned = {name: curvature.layers.blocks[name] for name in names}
-        curvature = _at_hand(curvature, owned, options)
+        owned = {name: curvature.layers.blocks[name] for name in owned}
+        # Steps that renew nothing read some arrays, too.
+        forms = options.forms(owned)
+        jacobians = {u.name for n, b in owned.items() for u in b.uses if forms[n] != "factors"}
+        if jacobians or options.measures_coherence:
+            curvature = curvature.at_every_step(jacobians)
         if sound is None:
-            sound = all_finite(jax.tree.leaves(grads))
-        return _step(owned, grads, state, params, curvature, sound, options)
+            sound = all_finite(flat.values())
+        step = Step(owned, flatten(params), state, curvature, sound, options)
+        return _take(step, grads, flat)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _at_hand(curvature: Curvature, owned: dict[str, Block], options: Options) -> Curvature:
-    """The curvature with the arrays that steps which renew nothing read, too."""
-    forms = options.forms(owned)
-    jacobians = {
-        use.name for n, block in owned.items() for use in block.uses if forms[n] != "factors"
-    }
-    if jacobians or options.measures_coherence:
-        return curvature.at_every_step(jacobians)
-    return curvature
-
-
-def _step(
-    owned: dict[str, Block],
-    grads: PyTree[Array],
-    state: State,
-    params: PyTree[Array],
-    curvature: Curvature,
-    sound: Bool[Array, ""],
-    options: Options,
-) -> tuple[PyTree[Array], State]:
-    """The updates and the state after them."""
-    sums, aims = _with_momentum(grads, state, options)
-    problem = pose(owned, aims, state, params, curvature, sound, options)
-    warm = to_vectors(owned, state.solution) if options.exact else None
-    solved = solve(problem, warm, options)
-    problem = _with_coherence(problem, solved, state, params, curvature, sound, options)
-    proposal = _propose(problem, solved, state, options)
-    delta = from_vectors(owned, proposal.delta, flatten(grads))
-    finite = is_finite(solved, proposal, delta)
-    updates = unflatten({p: jnp.where(finite, -d, 0) for p, d in delta.items()}, grads)
-    # Momentum goes on from nothing after a step that was refused.
-    velocity = unflatten(delta, grads) if sums is None else sums
-    return updates, State(
-        count=state.count + 1,
-        averages=problem.averages,
-        velocity=jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), velocity),
-        solution=_solution(owned, solved, finite, grads) if options.exact else state.solution,
-        stats=_stats(problem, solved, proposal, finite, state.stats),
-    )
-
-
-def _with_momentum(
-    grads: PyTree[Array], state: State, options: Options
-) -> tuple[PyTree[Array] | None, PyTree[Array]]:
-    """The sum of gradients that is kept, if any, and what systems are solved for.
-
-    Nesterov's look ahead, as Muon has it: gₜ + μ vₜ with vₜ = μ vₜ₋₁ + gₜ.
-    """
-    if options.step != "rms" or is_zero(options.momentum):
-        return None, grads
-
-    def followed(old: Array, grad: Array) -> Array:
-        return (grad + options.momentum * old).astype(old.dtype)
-
-    sums = jax.tree.map(followed, state.velocity, grads)
-    return sums, jax.tree.map(followed, sums, grads)
-
-
-def _owned(tree: PyTree[Array], layers: Layers) -> dict[str, Block]:
+def _owned(tree: PyTree[Array], flat: Flat, layers: Layers) -> dict[str, Block]:
     """The blocks whose parameters a tree holds, which must be all that it holds."""
     whole = layers.whole_blocks(tree)
     covered = {param.path for block in whole.values() for param in block.params}
-    others = [path for path in flatten(tree) if path not in covered]
-    if others:
+    if others := [path for path in flat if path not in covered]:
         raise ValueError(
             f"expected parameters that layers cover, got {', '.join(others[:4])} among them; give "
             "these to another optimizer by optax.partition(…, layers.labels), as kfac.kfac and "
@@ -192,9 +124,7 @@ def _owned(tree: PyTree[Array], layers: Layers) -> dict[str, Block]:
     return whole
 
 
-def _checked(
-    layers: Layers, options: Options, params: Any, curvature: Curvature | None
-) -> Curvature:
+def _checked(layers: Layers, options: Options, params: Any, curvature: Any) -> Curvature:
     """The curvature; raises ValueError unless ``update`` got what these options need."""
     if curvature is None or params is None:
         raise ValueError(
@@ -206,8 +136,7 @@ def _checked(
             f"expected curvature of fisher={options.fisher!r}, got {curvature.fisher!r}; pass the "
             "same name to the optimizer and to value_grad_and_curvature."
         )
-    missing = sorted(set(layers.blocks) - set(curvature.layers.blocks))
-    if missing:
+    if missing := sorted(layers.blocks.keys() - curvature.layers.blocks.keys()):
         raise ValueError(
             "expected curvature of the layers that the optimizer was made with, got none of "
             f"{', '.join(missing[:4])}; call kfac.find_layers with the loss function that is "
@@ -226,99 +155,105 @@ def _checked(
     return curvature
 
 
-def _propose(
-    problem: Problem, solved: dict[str, Solution], state: State, options: Options
-) -> Proposal:
-    """The step that the options name."""
+def _take(step: Step, grads: PyTree[Array], flat: Flat) -> tuple[PyTree[Array], State]:
+    """The updates and the state after them, for a gradient and its arrays by path."""
+    state, options = step.state, step.options
+    sums, aims = _with_momentum(grads, flat, state, options)
+    problem = pose(step, aims)
+    warm = step.to_vectors(flatten(state.solution)) if options.exact else None
+    solved = solve(problem, warm, options)
+    problem = _with_coherence(step, problem, solved)
+    proposal = _propose(step, problem, solved)
+    delta = step.from_vectors(proposal.delta, flat)
+    finite = length.is_finite(solved, proposal, delta)
+    like_grads = lambda new: jax.tree.unflatten(jax.tree.structure(grads), [new[p] for p in flat])
+    updates = like_grads({p: jnp.where(finite, -d, 0) for p, d in delta.items()})
+    # Momentum goes on from nothing after a step that was refused.
+    velocity = like_grads(delta) if sums is None else sums
+    solution = state.solution
+    if options.exact:  # where the next solve starts, if the gradient's dtype can hold it
+        x = step.from_vectors({name: s.x for name, s in solved.items()}, flat)
+        kept = finite & all_fit(x.values())
+        solution = like_grads({path: jnp.where(kept, new, 0) for path, new in x.items()})
+    return updates, State(
+        count=state.count + 1,
+        averages=problem.averages,
+        velocity=jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), velocity),
+        solution=solution,
+        stats=_stats(problem, solved, proposal, finite, state.stats),
+    )
+
+
+def _with_momentum(
+    grads: PyTree[Array], flat: Flat, state: State, options: Options
+) -> tuple[PyTree[Array] | None, Flat]:
+    """The sum of gradients that is kept, if any, and what systems are solved for.
+
+    Nesterov's look ahead, as Muon has it: gₜ + μ vₜ with vₜ = μ vₜ₋₁ + gₜ.
+    """
+    if options.step != "rms" or is_zero(options.momentum):
+        return None, flat
+
+    def followed(old: Array, grad: Array) -> Array:
+        return (grad + options.momentum * old).astype(old.dtype)
+
+    sums = jax.tree.map(followed, state.velocity, grads)
+    return sums, flatten(jax.tree.map(followed, sums, grads))
+
+
+def _propose(step: Step, problem: Problem, solved: dict[str, Solution]) -> length.Proposal:
+    state, options = step.state, step.options
     rate = options.learning_rate
     rate = jnp.asarray(rate(state.count) if callable(rate) else rate, problem.damping.dtype)
     if options.step == "rms":
-        return normalized_step(solved, unit_norms(problem.b), rate=rate)
-    velocity = to_vectors(problem.owned, state.velocity)
-    if options.step == "clip":
-        return clipped_step(
-            solved,
-            problem.gamma,
-            velocity,
-            rate=rate,
-            momentum=options.momentum,
-            kl_clip=options.kl_clip,
-            coherence=_coherence(problem.averages, options),
-        )
-    norms = weight_norms(problem.groups)
-    return normalized_step(solved, norms, rate=rate, velocity=velocity, momentum=options.momentum)
+        return length.normalized_step(solved, length.unit_norms(problem.b), rate=rate)
+    moving = {"rate": rate, "momentum": options.momentum}
+    moving["velocity"] = step.to_vectors(flatten(state.velocity))
+    if options.step == "share":
+        return length.normalized_step(solved, length.weight_norms(problem.groups), **moving)
+    coherence = _coherence(problem.averages) if options.measures_coherence else 1.0
+    clip = {"kl_clip": options.kl_clip, "coherence": coherence}
+    return length.clipped_step(solved, problem.gamma, **moving, **clip)
 
 
-def _with_coherence(
-    problem: Problem,
-    solved: dict[str, Solution],
-    state: State,
-    params: PyTree[Array],
-    curvature: Curvature,
-    sound: Bool[Array, ""],
-    options: Options,
-) -> Problem:
+def _with_coherence(step: Step, problem: Problem, solved: dict[str, Solution]) -> Problem:
     """The problem with the average that a clip takes, today's included."""
-    if not options.measures_coherence:
+    if not step.options.measures_coherence:
         return problem
-    averages = problem.averages
-    decay = jnp.asarray(options.factor_decay, averages.coherence.dtype)
+    averages, curvature = problem.averages, step.curvature
+    decay = jnp.asarray(step.options.factor_decay, averages.coherence.dtype)
     # Outside of the branch, where it is the same expression as in `clipped_step`: computed once.
-    layers = quadratic_forms(solved, problem.gamma).fisher
+    layers = length.quadratic_forms(solved, problem.gamma)[2]
 
     def measure() -> Array:
         x = {name: solution.x for name, solution in solved.items()}
         # Exact whatever the solve took: F of all layers together is what no factors give.
-        exact: dict[str, Form] = dict.fromkeys(problem.owned, "exact")
-        groups = systems.build(curvature, flatten(params), exact)
-        network = network_fisher(groups, curvature.num_examples, x)
+        exact: dict[str, Form] = dict.fromkeys(step.owned, "exact")
+        groups = systems.build(curvature, step.params, exact)
+        network = length.network_fisher(groups, curvature.num_examples, x)
         # A gradient of zeros has no direction to measure along, and where F is nothing beside γ
         # rounding may leave no positive sum: what is known so far stands then.
         positive = (network > 0) & (layers > 0)
-        known = jnp.where(state.averages.weight > 0, _coherence(state.averages, options), 1)
+        known = jnp.where(step.state.averages.weight > 0, _coherence(step.state.averages), 1)
         ratio = jnp.where(positive, network / jnp.where(positive, layers, 1), known)
         average = decay * averages.coherence + (1 - decay) * ratio.astype(decay.dtype)
-        return jnp.where(sound, average, averages.coherence)
+        return jnp.where(step.sound, average, averages.coherence)
 
+    if curvature.fresh is None:
+        return problem._replace(averages=averages._replace(coherence=measure()))
     # Not jnp.where: between two curvature batches the cotangents are zeros.
-    coherence = (
-        measure()
-        if curvature.fresh is None
-        else jax.lax.cond(curvature.fresh, measure, lambda: averages.coherence)
-    )
+    coherence = jax.lax.cond(curvature.fresh, measure, lambda: averages.coherence)
     return problem._replace(averages=averages._replace(coherence=coherence))
 
 
-def _coherence(averages: Averages, options: Options) -> float | Array:
+def _coherence(averages: Averages) -> Array:
     """What the sum of xᵀF x over the layers is to be multiplied by for that of the network."""
-    if not options.measures_coherence:
-        return 1.0
     return averages.coherence / jnp.maximum(averages.weight, jnp.finfo(averages.weight.dtype).tiny)
 
 
-def _solution(
-    owned: dict[str, Block],
-    solved: dict[str, Solution],
-    finite: Bool[Array, ""],
-    grads: PyTree[Array],
-) -> PyTree[Array]:
-    """Where the next solve starts: the solutions, like the gradient.
-
-    Zero after a step that is not finite, and where the gradient's dtype cannot hold them.
-    """
-    x = from_vectors(owned, {name: solution.x for name, solution in solved.items()}, flatten(grads))
-    kept = finite & all_fit(x.values())
-    return unflatten({path: jnp.where(kept, new, 0) for path, new in x.items()}, grads)
-
-
 def _stats(
-    problem: Problem,
-    solved: dict[str, Solution],
-    proposal: Proposal,
-    finite: Bool[Array, ""],
-    old: Stats,
+    problem: Problem, solved: dict, proposal: length.Proposal, finite: Array, old: Stats
 ) -> Stats:
-
     # A state whose dtypes change from step to step is compiled twice.
     def scalar(a: Array) -> Array:
         return jnp.asarray(a, problem.damping.dtype)
@@ -326,7 +261,8 @@ def _stats(
     def means(name: str, blocks: tuple[str, ...]) -> Array:
         return jnp.stack([scalar(getattr(solved[block], name)).mean() for block in blocks])
 
-    return Stats(
+    return dataclasses.replace(
+        old,
         damping=problem.damping,
         step=scalar(proposal.coefficients[0]),
         momentum=scalar(proposal.coefficients[1]),
@@ -336,7 +272,4 @@ def _stats(
         rejected=scalar(~finite),
         iterations=means("iterations", old.blocks),
         residual=means("residual", old.measured) if old.measured else None,
-        blocks=old.blocks,
-        measured=old.measured,
-        optimizer=old.optimizer,
     )

@@ -16,7 +16,7 @@ from adder_flax.report import CLAIMS
 from adder_flax.settings import MODEL_SETTINGS, SCORE_OPTIONS, TASK_SETTINGS
 from adder_flax.tasks import TASKS
 from adder_flax.training import OPTIMIZERS
-from kfac.curvature import _registry as layer_registry
+from kfac.curvature import _linen, _nnx, _registry  # noqa: F401  both have registered their layers
 from tests.processes import ROOT
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -32,7 +32,6 @@ PAGES = [
 
 REGISTRIES = [
     _backend._BACKENDS,
-    layer_registry,
     SCORES,
     SCORE_OPTIONS,
     SETS,
@@ -58,6 +57,9 @@ def own_names():
     with contextlib.ExitStack() as stack:
         for registry in REGISTRIES:
             stack.enter_context(registry.temporary())
+        layers = dict(_registry._registrations)
+        stack.callback(_registry._registrations.update, layers)
+        stack.callback(_registry._registrations.clear)  # before
         yield
 
 

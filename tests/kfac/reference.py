@@ -23,6 +23,22 @@ def flatten(tree):
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
+WIDTH = 4
+F64 = {"param_dtype": jnp.float64}  # of Flax's layers
+
+
+def attention_in_float64(query, key, value, **unused):
+    """Flax's own softmax runs in float32."""
+    weights = jax.nn.softmax(jnp.einsum("...qhd,...khd->...hqk", query, key))
+    return jnp.einsum("...hqk,...khd->...qhd", weights, value)
+
+
+def close(found, expected, rtol=1e-7, atol=0.0):
+    """Asserts that the arrays of two trees are near each other."""
+    equal = functools.partial(np.testing.assert_allclose, rtol=rtol, atol=atol)
+    jax.tree.map(equal, found, expected)
+
+
 def cross_entropy(logits, labels):
     """Mean cross-entropy, and the logits as aux."""
     log_probabilities = jax.nn.log_softmax(logits)

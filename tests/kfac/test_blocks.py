@@ -112,9 +112,7 @@ def test_every_kind_of_layer_has_the_exact_fisher_block():
 
 @pytest.mark.parametrize("rule", ["sign", "full", "hardtanh"])
 def test_the_transpose_of_the_pullback_is_the_layers_own_pushforward(rule):
-    layer = kfac.Generic(
-        l1, (("rule", rule),)
-    )  # no push-forward given: JAX transposes the backward pass
+    layer = kfac.Generic(l1, (("rule", rule),))  # JAX transposes the backward pass
     params, x, v = {"kernel": normal(0, 4, 3)}, normal(1, 5, 4), {"kernel": normal(2, 4, 3)}
     with ops.use_backend("reference"):
         pushed = layer.jvp(layer.linearize(params, x), v, jax.ShapeDtypeStruct((5, 3), jnp.float64))
@@ -148,12 +146,9 @@ def test_kron_is_the_kronecker_product_of_second_moments(num_examples, num_token
         np.einsum("nti,ntj->ij", features, features) / (num_examples * num_tokens),
         np.einsum("nto,ntp->op", g, g) / num_examples,
     )
-    kernel, bias = (
-        np.arange(12),
-        np.arange(12, 16),
-    )  # rows of [kernel; bias]; a block's parameters are in another order
-    paths = [param.path for param in curvature.layers.blocks["a"].params]
-    rows = np.concatenate([{"a/kernel": kernel, "a/bias": bias}[path] for path in paths])
+    # Rows of [kernel; bias]; a block's parameters are in another order.
+    places = {"a/kernel": np.arange(12), "a/bias": np.arange(12, 16)}
+    rows = np.concatenate([places[p.path] for p in curvature.layers.blocks["a"].params])
     expected = expand[np.ix_(rows, rows)]
     for matrix in found[1:]:
         np.testing.assert_allclose(matrix[0], expected, rtol=1e-11, atol=1e-14)
@@ -172,11 +167,9 @@ def test_kron_of_an_adder_layer_pairs_all_inputs_with_all_cotangents():
     assert [p.path for p in curvature.layers.blocks["a"].params] == ["a/bias", "a/kernel"]
     g = np.asarray(curvature.captured["a"][1])[0].reshape(-1, 4)
     rows, kernel = np.asarray(x).reshape(-1, 3), np.asarray(params["a"]["kernel"])
-    gradients = []  # of one token's input with another token's cotangent
-    for a in rows:
-        for h in g:
-            gradients.append(np.concatenate([h, ((a[:, None] - kernel) * h).ravel()]))
-    gradients = np.stack(gradients)
+    # Of one token's input with another token's cotangent.
+    one = lambda a, h: np.concatenate([h, ((a[:, None] - kernel) * h).ravel()])
+    gradients = np.stack([one(a, h) for a in rows for h in g])
     for matrix in found:
         np.testing.assert_allclose(
             matrix[0], gradients.T @ gradients / (len(rows) * 5), rtol=1e-10, atol=1e-14
@@ -223,9 +216,8 @@ def test_kron_of_a_norm_pairs_all_inputs_with_all_cotangents(roles):
 def test_left_factors_seen_through_the_lift(layer, params):
     params = make(params)
     lift = lambda matrix: layer.lift(params, layer.unmatrix(params, matrix))
-    jacobian = np.asarray(
-        jax.jacobian(lift)(layer.matrix(params))
-    )  # lifted row, output, row, output
+    # Lifted row, output, row, output.
+    jacobian = np.asarray(jax.jacobian(lift)(layer.matrix(params)))
     half = np.asarray(normal(9, len(jacobian), len(jacobian)))
     seen = [jacobian[:, o, :, o].T @ (half @ half.T) @ jacobian[:, o, :, o] for o in range(4)]
     np.testing.assert_allclose(
@@ -322,16 +314,10 @@ def test_traces_and_their_estimates(layer):
         curvature = function(params, x, labels)[2]
         kron, factors = (system_of("a", form, curvature, params) for form in (KRON, FACTORS))
         estimates = jax.lax.map(kron.trace, jax.random.split(jax.random.key(0), 2000))
-        return (
-            estimates,
-            matrix_of(kron)[0],
-            factors.trace(jax.random.key(0))[0],
-            matrix_of(factors)[0],
-        )
+        closed_form = factors.trace(jax.random.key(0))[0]
+        return estimates, matrix_of(kron)[0], closed_form, matrix_of(factors)[0]
 
-    estimates, kron, closed_form, factors = (
-        np.asarray(a) for a in jax.jit(compute)(params, x, labels)
-    )
+    estimates, kron, closed_form, factors = jax.jit(compute)(params, x, labels)
     assert abs(estimates.mean() - np.trace(kron)) < 4 * estimates.std() / 2000**0.5
     np.testing.assert_allclose(closed_form, np.trace(factors), rtol=1e-12)
 

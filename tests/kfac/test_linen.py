@@ -7,17 +7,16 @@ import pytest
 from flax import linen as nn
 
 import kfac
-from tests.kfac.reference import check_exact_blocks, cross_entropy, normal
+from tests.kfac.reference import (
+    F64,
+    WIDTH,
+    attention_in_float64,
+    check_exact_blocks,
+    cross_entropy,
+    normal,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
-
-WIDTH = 4
-F64 = dict(param_dtype=jnp.float64)
-
-
-def attention_in_float64(query, key, value, **unused):
-    weights = jax.nn.softmax(jnp.einsum("...qhd,...khd->...hqk", query, key))
-    return jnp.einsum("...hqk,...khd->...qhd", weights, value)
 
 
 class Block(nn.Module):

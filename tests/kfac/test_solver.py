@@ -32,37 +32,34 @@ def matvec(v):
     return jnp.einsum("lij,lj->li", MATRICES, v)
 
 
+def solved(**options):
+    return solver.cg(matvec, jnp.asarray(B), jnp.asarray(GAMMA), **options)
+
+
 def model(x):
     quadratic = np.einsum("li,lij,lj->l", x, MATRICES, x) + GAMMA * (x * x).sum(1)
     return 0.5 * quadratic - (B * x).sum(1)
 
 
 def test_cg_run_to_the_end_is_the_dense_solution():
-    solution = solver.cg(
-        matvec, jnp.asarray(B), jnp.asarray(GAMMA), max_iterations=30, tolerance=1e-14
-    )
+    solution = solved(max_iterations=30, tolerance=1e-14)
     np.testing.assert_allclose(solution.x, EXACT, rtol=1e-10, atol=1e-12)
 
 
 def test_lanes_stop_by_themselves_after_rank_plus_one_iterations():
-    solution = solver.cg(
-        matvec, jnp.asarray(B), jnp.asarray(GAMMA), max_iterations=30, tolerance=1e-10
-    )
+    solution = solved(max_iterations=30, tolerance=1e-10)
     assert np.asarray(solution.iterations).tolist() == [7, 4, 2]
     assert np.all(solution.residual <= 1e-10)
 
 
 def test_fixed_length_and_early_stopping_agree_where_nothing_converges():
-    runs = [
-        solver.cg(matvec, jnp.asarray(B), jnp.asarray(GAMMA), max_iterations=2, tolerance=t).x
-        for t in (0.0, 1e-30)
-    ]
+    runs = [solved(max_iterations=2, tolerance=t).x for t in (0.0, 1e-30)]
     np.testing.assert_array_equal(*runs)
 
 
 def test_model_value_and_residual_are_those_of_the_iterate():
     for k in (1, 2, 5):
-        solution = solver.cg(matvec, jnp.asarray(B), jnp.asarray(GAMMA), max_iterations=k)
+        solution = solved(max_iterations=k)
         x = np.asarray(solution.x)
         np.testing.assert_allclose(solution.model, model(x), rtol=1e-12)
         r = B - np.einsum("lij,lj->li", MATRICES, x) - GAMMA[:, None] * x
@@ -73,7 +70,7 @@ def test_model_value_and_residual_are_those_of_the_iterate():
 def test_every_iterate_descends_and_the_model_only_falls():
     values = []
     for k in range(1, 8):
-        x = np.asarray(solver.cg(matvec, jnp.asarray(B), jnp.asarray(GAMMA), max_iterations=k).x)
+        x = np.asarray(solved(max_iterations=k).x)
         assert np.all((B * x).sum(1) > 0)
         values.append(model(x))
     assert np.all(np.diff(np.stack(values), axis=0) <= 1e-13)
@@ -81,27 +78,23 @@ def test_every_iterate_descends_and_the_model_only_falls():
 
 def test_preconditioner_changes_the_path_and_not_the_solution():
     inverse = np.stack([np.linalg.inv(m + 0.3 * np.eye(7)) for m in MATRICES])
-    arguments = (matvec, jnp.asarray(B), jnp.asarray(GAMMA))
     precondition = lambda r: jnp.einsum("lij,lj->li", inverse, r)
-    solution = solver.cg(*arguments, max_iterations=40, tolerance=1e-13, precondition=precondition)
+    solution = solved(max_iterations=40, tolerance=1e-13, precondition=precondition)
     np.testing.assert_allclose(solution.x, EXACT, rtol=1e-9, atol=1e-11)
-    plain, helped = (
-        solver.cg(*arguments, max_iterations=1, precondition=p) for p in (None, precondition)
-    )
+    plain, helped = (solved(max_iterations=1, precondition=p) for p in (None, precondition))
     assert np.all(np.asarray(helped.residual)[0] < np.asarray(plain.residual)[0])
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 1e-30])
 def test_nothing_is_preconditioned_behind_the_last_iteration(tolerance):
     """Which costs as much as a product: a fifth of a solve of two iterations."""
-    arguments = (matvec, jnp.asarray(B), jnp.asarray(GAMMA))
     calls = []
 
     def counted(v):
         jax.debug.callback(lambda: calls.append(1))
         return v
 
-    solution = solver.cg(*arguments, max_iterations=2, tolerance=tolerance, precondition=counted)
+    solution = solved(max_iterations=2, tolerance=tolerance, precondition=counted)
     jax.block_until_ready(solution)
     jax.effects_barrier()
     assert len(calls) == 2
@@ -111,16 +104,7 @@ def test_safeguarded_warm_start_never_ascends():
     rng = np.random.default_rng(3)
     ascents = {True: 0, False: 0}
     run = jax.jit(
-        lambda x0, safeguard: (
-            solver.cg(
-                matvec,
-                jnp.asarray(B),
-                jnp.asarray(GAMMA),
-                max_iterations=1,
-                x0=x0,
-                safeguard=safeguard,
-            ).x
-        ),
+        lambda x0, safeguard: solved(max_iterations=1, x0=x0, safeguard=safeguard).x,
         static_argnums=1,
     )
     for _ in range(50):
@@ -132,8 +116,7 @@ def test_safeguarded_warm_start_never_ascends():
 
 
 def test_warm_start_at_the_solution_stays_there():
-    arguments = (matvec, jnp.asarray(B), jnp.asarray(GAMMA))
-    solution = solver.cg(*arguments, max_iterations=5, tolerance=1e-8, x0=jnp.asarray(EXACT))
+    solution = solved(max_iterations=5, tolerance=1e-8, x0=jnp.asarray(EXACT))
     assert np.asarray(solution.iterations).tolist() == [0, 0, 0]
     np.testing.assert_allclose(solution.x, EXACT, rtol=1e-9)
 
@@ -162,7 +145,7 @@ def test_zero_gradient_gives_zero():
 
 def test_no_iterations_is_an_error():
     with pytest.raises(ValueError, match="max_iterations >= 1"):
-        solver.cg(matvec, jnp.asarray(B), jnp.asarray(GAMMA), max_iterations=0)
+        solved(max_iterations=0)
 
 
 @pytest.mark.parametrize("examples", [1, 5, 11])
