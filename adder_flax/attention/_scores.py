@@ -22,6 +22,60 @@ def _require_equal_widths(name: str, query: AnyArray, key: AnyArray) -> None:
         )
 
 
+def adder_scores(
+    query: Float[AnyArray, "*#batch query dim"],
+    key: Float[AnyArray, "*#batch key dim"],
+    *,
+    gradient: ops.RuleName = "sign",
+) -> Float[Array, "*#batch query key"]:
+    """-‖q - k‖₁ for every pair, in float32 or wider.
+
+    `gradient` is as in `adder_flax.ops.l1_scores`.
+    """
+    _require_equal_widths("adder", query, key)
+    return ops.l1_scores(query, key, gradient=gradient)
+
+
+register_score(
+    Score(
+        "adder",
+        adder_scores,
+        options=AdderOptions,
+        # |q - k| of two unit-normal numbers is a half-normal variable of scale √2: its variance is
+        # 2(1 - 2/π).
+        variance=lambda head_dim: 2.0 * head_dim * (1.0 - 2.0 / math.pi),
+        identity=True,
+    )
+)
+
+
+@attention_function
+def adder_attention(
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    *,
+    gradient: ops.RuleName = "sign",
+    **options,
+) -> Attended:
+    """Adder attention: (softmax(-‖q - k‖₁ / √d) + I) v, whose scores need no multiplication.
+
+    The identity map raises every singular value of a symmetric positive semidefinite map by one and
+    so lifts the low rank of L1 maps (Shu et al., "Adder Attention for Vision Transformer", NeurIPS
+    2021, Proposition 1). It is defined for self-attention only; give `identity=False` for
+    cross-attention. Rows of the map sum to 2 with it.
+
+    `gradient` is the rule of the distance: "sign" (exact), "full" (differences) or "hardtanh".
+    Other arguments and the result are those of `attend`; `scale="variance_matched"` gives
+    1/√(2d(1 - 2/π)) (Theorem 1 there).
+
+    >>> x = jnp.ones((2, 5, 3, 8))
+    >>> float(adder_attention(x, x, x)[0, 0, 0, 0])  # the mean of the values, plus the own one
+    2.0
+    """
+    return attend(query, key, value, score="adder", score_options={"gradient": gradient}, **options)
+
+
 def dot_scores(
     query: Float[AnyArray, "*#batch query dim"], key: Float[AnyArray, "*#batch key dim"]
 ) -> Float[Array, "*#batch query key"]:
@@ -48,41 +102,6 @@ def dot_product_attention(query: AnyArray, key: AnyArray, value: AnyArray, **opt
     (2, 5, 3, 8)
     """
     return attend(query, key, value, score="dot", **options)
-
-
-def gaussian_scores(
-    query: Float[AnyArray, "*#batch query dim"], key: Float[AnyArray, "*#batch key dim"]
-) -> Float[Array, "*#batch query key"]:
-    """-‖q - k‖²/2 for every pair, as q·k - ‖q‖²/2 - ‖k‖²/2: one matrix product, two sums of
-    squares.
-    """
-    _require_equal_widths("gaussian", query, key)
-    scores = dot_scores(query, key)
-    query_energy = jnp.sum(jnp.square(query.astype(scores.dtype)), axis=-1)
-    key_energy = jnp.sum(jnp.square(key.astype(scores.dtype)), axis=-1)
-    return scores - 0.5 * (query_energy[..., :, None] + key_energy[..., None, :])
-
-
-# ‖q - k‖²/2 is a chi-squared variable with d degrees of freedom for unit-normal q and k: its
-# variance is 2d.
-register_score(Score("gaussian", gaussian_scores, variance=lambda head_dim: 2.0 * head_dim))
-
-
-@attention_function
-def gaussian_attention(query: AnyArray, key: AnyArray, value: AnyArray, **options) -> Attended:
-    """Gaussian-kernel attention: softmax(-‖q - k‖² / (2√d)) v.
-
-    Where all keys have one norm, as after LayerNorm without an affine part, the map is exactly that
-    of scaled dot-product attention: the norms are constant in each row and cancel in the softmax.
-    The row-normalised kernel is the transition matrix of a diffusion on the tokens.
-
-    Arrays (..., length, num_heads, head_dim), options and result are those of `attend`.
-
-    >>> x = jnp.ones((2, 5, 3, 8))
-    >>> gaussian_attention(x, x, x).shape
-    (2, 5, 3, 8)
-    """
-    return attend(query, key, value, score="gaussian", **options)
 
 
 def bilinear_scores(
@@ -136,55 +155,36 @@ def bilinear_attention(
     return attend(query, key, value, score="bilinear", parameters={"kernel": kernel}, **options)
 
 
-def adder_scores(
-    query: Float[AnyArray, "*#batch query dim"],
-    key: Float[AnyArray, "*#batch key dim"],
-    *,
-    gradient: ops.RuleName = "sign",
+def gaussian_scores(
+    query: Float[AnyArray, "*#batch query dim"], key: Float[AnyArray, "*#batch key dim"]
 ) -> Float[Array, "*#batch query key"]:
-    """-‖q - k‖₁ for every pair, in float32 or wider.
-
-    `gradient` is as in `adder_flax.ops.l1_scores`.
+    """-‖q - k‖²/2 for every pair, as q·k - ‖q‖²/2 - ‖k‖²/2: one matrix product, two sums of
+    squares.
     """
-    _require_equal_widths("adder", query, key)
-    return ops.l1_scores(query, key, gradient=gradient)
+    _require_equal_widths("gaussian", query, key)
+    scores = dot_scores(query, key)
+    query_energy = jnp.sum(jnp.square(query.astype(scores.dtype)), axis=-1)
+    key_energy = jnp.sum(jnp.square(key.astype(scores.dtype)), axis=-1)
+    return scores - 0.5 * (query_energy[..., :, None] + key_energy[..., None, :])
 
 
-register_score(
-    Score(
-        "adder",
-        adder_scores,
-        options=AdderOptions,
-        # |q - k| of two unit-normal numbers is a half-normal variable of scale √2: its variance is
-        # 2(1 - 2/π).
-        variance=lambda head_dim: 2.0 * head_dim * (1.0 - 2.0 / math.pi),
-        identity=True,
-    )
-)
+# ‖q - k‖²/2 is a chi-squared variable with d degrees of freedom for unit-normal q and k: its
+# variance is 2d.
+register_score(Score("gaussian", gaussian_scores, variance=lambda head_dim: 2.0 * head_dim))
 
 
 @attention_function
-def adder_attention(
-    query: AnyArray,
-    key: AnyArray,
-    value: AnyArray,
-    *,
-    gradient: ops.RuleName = "sign",
-    **options,
-) -> Attended:
-    """Adder attention: (softmax(-‖q - k‖₁ / √d) + I) v, whose scores need no multiplication.
+def gaussian_attention(query: AnyArray, key: AnyArray, value: AnyArray, **options) -> Attended:
+    """Gaussian-kernel attention: softmax(-‖q - k‖² / (2√d)) v.
 
-    The identity map raises every singular value of a symmetric positive semidefinite map by one and
-    so lifts the low rank of L1 maps (Shu et al., "Adder Attention for Vision Transformer", NeurIPS
-    2021, Proposition 1). It is defined for self-attention only; give `identity=False` for
-    cross-attention. Rows of the map sum to 2 with it.
+    Where all keys have one norm, as after LayerNorm without an affine part, the map is exactly that
+    of scaled dot-product attention: the norms are constant in each row and cancel in the softmax.
+    The row-normalised kernel is the transition matrix of a diffusion on the tokens.
 
-    `gradient` is the rule of the distance: "sign" (exact), "full" (differences) or "hardtanh".
-    Other arguments and the result are those of `attend`; `scale="variance_matched"` gives
-    1/√(2d(1 - 2/π)) (Theorem 1 there).
+    Arrays (..., length, num_heads, head_dim), options and result are those of `attend`.
 
     >>> x = jnp.ones((2, 5, 3, 8))
-    >>> float(adder_attention(x, x, x)[0, 0, 0, 0])  # the mean of the values, plus the own one
-    2.0
+    >>> gaussian_attention(x, x, x).shape
+    (2, 5, 3, 8)
     """
-    return attend(query, key, value, score="adder", score_options={"gradient": gradient}, **options)
+    return attend(query, key, value, score="gaussian", **options)
