@@ -1,5 +1,7 @@
 """Additive (Bahdanau) attention: s = vᵀ tanh(W_q q + W_k k + b)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -185,6 +187,6 @@ def additive_attention(
     >>> additive_attention(query, key, key, **learned).shape
     (2, 5, 3, 4)
     """
-    parameters = dict(query_kernel=query_kernel, key_kernel=key_kernel, v=v)
+    parameters: dict[str, Any] = dict(query_kernel=query_kernel, key_kernel=key_kernel, v=v)
     parameters |= dict(bias=hidden_bias, norm_scale=norm_scale)
     return attend(query, key, value, score="additive", parameters=parameters, **options)

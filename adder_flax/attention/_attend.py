@@ -152,7 +152,9 @@ def attend(
 
     with _matmul_precision(precision):
         if key_block is not None and not map_is_wanted:
-            how = dict(scale=factor * cooling, bias=bias, mask=mask, is_causal=is_causal)
+            how: dict[str, Any] = dict(
+                scale=factor * cooling, bias=bias, mask=mask, is_causal=is_causal
+            )
             how |= dict(dropout_rate=rate, dropout_key=dropout_rng, key_block=key_block)
             output = _in_blocks(contract, raw_scores, arrays, query, key, value, own=own, **how)
             return jnp.swapaxes(output, -2, -3)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -85,7 +86,9 @@ class MultiHeadAttention(TakesKeywords):
     ) -> Array:
         # On flattened rows: XLA's CPU backend trains a dense layer two to three times faster on
         # them.
-        shared = dict(use_bias=self.use_bias, dtype=self.dtype, param_dtype=self.param_dtype)
+        shared: dict[str, Any] = dict(
+            use_bias=self.use_bias, dtype=self.dtype, param_dtype=self.param_dtype
+        )
         layer = linear(features, **shared, name=name)
         return layer(inputs.reshape(-1, inputs.shape[-1])).reshape(*inputs.shape[:-1], features)
 

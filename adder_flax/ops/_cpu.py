@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,11 +93,11 @@ class CpuBackend(Backend):
         if x.shape[0] == 1:
             # The joint kernel works on a member of the batch with few threads.
             return super().l1_pullback(x, w, g, rule, axes)
-        attributes = dict(key_transposed=axes == "kn", slope=_slope(rule))
+        attributes: dict[str, Any] = dict(key_transposed=axes == "kn", slope=_slope(rule))
         return self._call("l1_joint_pullback", [x.shape, w.shape], x, w, g, **attributes)
 
     def l1_pushforward(self, x, w, dx, rule, axes):
-        attributes = dict(w_is_nk=axes == "nk", slope=_slope(rule))
+        attributes: dict[str, Any] = dict(w_is_nk=axes == "nk", slope=_slope(rule))
         return self._call("l1_pushforward", [_output_shape(x, w, axes)], x, w, dx, **attributes)
 
     def layer_norm(self, x, scale, bias, epsilon, fast_variance):
@@ -207,7 +208,9 @@ def _compile(compiler: str) -> bytes:
 
 def _run(*command: str) -> str:
     """Returns what a program prints; raises RuntimeError where it fails or does not end in time."""
-    piped = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    piped: dict[str, Any] = dict(
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     try:
         done = subprocess.run(command, **piped, timeout=_COMPILE_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:

@@ -1,6 +1,7 @@
 """The public sums over pairs, and LayerNorm: shapes and dtypes, on top of the primitive."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -302,7 +303,7 @@ def layer_norm(
         row = (*(1,) * (grouped.ndim - 2), -1)
         operands = grouped.astype(dtype), scale.astype(dtype).reshape(row)
         operands += (bias.astype(dtype).reshape(row),)
-        options = dict(epsilon=float(epsilon), fast_variance=fast_variance)
+        options: dict[str, Any] = dict(epsilon=float(epsilon), fast_variance=fast_variance)
         return call(resolve_backend(dtype), "layer_norm", *operands, **options).reshape(x.shape)
 
     batch = [f"b{i}" for i in range(x.ndim - 1)]

@@ -71,9 +71,9 @@ def call(backend: Backend, method: str, *operands: AnyArray, **options) -> Any:
     so has what it returns. Options are its other arguments, hashable; for `l1` itself, beside
     `axes`, the rules of both gradients.
     """
-    mesh, options = jax.sharding.get_abstract_mesh(), tuple(options.items())
-    operands = _partition.vary_alike(*operands)
-    results = _pairs.bind(*operands, backend=backend, method=method, options=options, mesh=mesh)
+    mesh = jax.sharding.get_abstract_mesh()
+    given, static = tuple(options.items()), dict(backend=backend, method=method, mesh=mesh)
+    results = _pairs.bind(*_partition.vary_alike(*operands), options=given, **static)
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -322,7 +322,8 @@ def _second_order_tangents(operands, tangents, method, options, first):
 
 def _transpose(cotangents, *operands, backend, method, options, mesh):
     first = 3 if method.startswith(_OF_THREE) else 2
-    results, present = [None] * len(operands), []
+    present: list[int] = []
+    results: list[Any] = [None] * len(operands)
     for i, a in enumerate(operands):
         if ad.is_undefined_primal(a):
             results[i] = ad.Zero(a.aval)
