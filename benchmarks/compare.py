@@ -1,7 +1,6 @@
-"""What the comparison runner costs, how often its intervals hold the truth, and how many seconds
-each arm of a finished comparison takes to its target.
+"""How often intervals of a comparison hold the truth, and how many seconds each arm of a finished
+one takes to its target.
 
-    python -m benchmarks.compare overhead  # seconds beside those of 24 runs of one arm themselves
     python -m benchmarks.compare coverage  # of six pairs that differ by chance alone
     python -m benchmarks.compare seconds results/optimizers_digits \
         --config=experiments/compare_optimizers.py
@@ -14,22 +13,19 @@ records times these. It leaves ``timing.csv`` beside the records, or adds to it 
 another machine that timed the same arms, and ``python -m adder_flax.compare.across`` reads it.
 """
 
-import argparse
 import datetime
 import math
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 
 import jax
-import ml_collections
 import numpy as np
 
-from adder_flax import compare, experiment, settings
+import benchmarks
+from adder_flax import compare, experiment
 from adder_flax.compare import across, table
 from adder_flax.compare.cells import machine
-from adder_flax.experiments import common
 from adder_flax.report import document
 from benchmarks.optimizer_step import repeated, window_of
 from benchmarks.timing import measure
@@ -37,35 +33,6 @@ from benchmarks.train_step import jax_step
 
 PAIRS = 6
 REPETITIONS = 2000
-
-
-def overhead() -> None:
-    """Runs a comparison of 24 runs and prints the share of its time that is not theirs."""
-    base = common.deit("multiplicative", "tiny")
-    base.model.update(width=96, depth=6)
-    base.update(num_epochs=2.0, checkpoint_every_steps=100)
-    fields = {
-        "base": base,
-        "factors": {"mechanism": {"dot": {}}},
-        "search": {"optimizer": {"learning_rate": ("log", 2e-4, 2e-2)}},
-        "trials": 18,
-        "extensions": 0,
-        "seeds": 6,
-    }
-    config = ml_collections.ConfigDict(settings.defaults(settings.CompareSettings) | fields)
-    with tempfile.TemporaryDirectory() as workdir:
-        began = time.perf_counter()
-        comparison = compare.Comparison(config, workdir)
-        seconds = [record.seconds["run"] for record in compare.work(comparison)]
-        total = time.perf_counter() - began
-        runs = sum(seconds)
-        print(
-            f"{len(seconds)} runs {runs:.1f} s, in all {total:.1f} s: "
-            f"{100 * (total - runs) / runs:.2f} % more"
-        )
-        began = time.perf_counter()
-        compare.write_results(comparison)
-        print(f"tables and figures {time.perf_counter() - began:.1f} s")
 
 
 def coverage() -> None:
@@ -84,13 +51,7 @@ def coverage() -> None:
 
 
 def seconds(results: str, config: str, rounds: int) -> None:
-    """Prints what a step of each arm takes, and steps and seconds to the validation target.
-
-    Args:
-        results: folder with the records of the comparison.
-        config: its experiment, as ``--config`` has it.
-        rounds: windows of each arm.
-    """
+    """Prints what a step of each arm takes, and steps and seconds to the validation target."""
     fields = experiment.load_experiment(config)
     fields.results = results
     with tempfile.TemporaryDirectory() as workdir:
@@ -133,16 +94,9 @@ def seconds(results: str, config: str, rounds: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints one of the three.
-
-    Args:
-        arguments: command line; None for that of the process.
-    """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Prints one of the two."""
+    parser = benchmarks.parser(__doc__)
     commands = parser.add_subparsers(dest="what", required=True)
-    commands.add_parser("overhead").set_defaults(run=overhead)
     commands.add_parser("coverage").set_defaults(run=coverage)
     timed = commands.add_parser("seconds")
     timed.add_argument("results", help="folder of the comparison")

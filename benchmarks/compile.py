@@ -14,19 +14,14 @@ for GPUs, and takes some minutes for each row of the larger models.
 import argparse
 from collections.abc import Sequence
 
+import benchmarks
 from adder_flax import data, training
 from adder_flax.experiments import common
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the table.
-
-    Args:
-        arguments: command line; None for that of the process.
-    """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Prints the table."""
+    parser = benchmarks.parser(__doc__)
     parser.add_argument("--sizes", default="tiny,small,base")
     parser.add_argument("--mechanisms", default="multiplicative,additive,adder")
     parser.add_argument("--optimizers", default="adamw,kfac")

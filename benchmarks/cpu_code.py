@@ -12,7 +12,6 @@ maxima in the units that multiply, the core in those that add (`python -m benchm
 faster than either says). It needs a compiler and `objdump`.
 """
 
-import argparse
 import re
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import benchmarks
 from adder_flax.ops import _cpu
 
 
@@ -43,6 +43,11 @@ class Case(NamedTuple):
     most_loads: float
 
 
+def _bound(symbol, marker, others, most):
+    symbol = "SumInRegisters" + symbol.replace("_", "(anonymous namespace)")
+    return Case(symbol, marker, others, most, 0)
+
+
 CASES = {
     "forward, additions": Case("L1Forward", "vmaxps", ("vaddps",), 3.0, 0.7),
     "forward, multiply-adds": Case("L1Forward", "vmaxps", ("vfmadd",), 3.0, 0.7),
@@ -51,27 +56,11 @@ CASES = {
         "SumByRule", "vpminud", ("vpminsd", "vsubps", "vfmadd"), 5.9, 1.0
     ),
     "gradient, full": Case("FullPullback", "vfmadd", (), 2.1, 0.8),
-    "bound, forward, additions": Case(
-        "SumInRegisters<5, 2, (anonymous namespace)::MaxTerm<(anonymous namespace)::Plain>",
-        "vmaxps",
-        ("vaddps",),
-        2.5,
-        0,
+    "bound, forward, additions": _bound("<5, 2, _::MaxTerm<_::Plain>", "vmaxps", ("vaddps",), 2.5),
+    "bound, forward, multiply-adds": _bound(
+        "<5, 2, _::MaxTerm<_::One>", "vmaxps", ("vfmadd",), 2.5
     ),
-    "bound, forward, multiply-adds": Case(
-        "SumInRegisters<5, 2, (anonymous namespace)::MaxTerm<(anonymous namespace)::One>",
-        "vmaxps",
-        ("vfmadd",),
-        2.5,
-        0,
-    ),
-    "bound, gradient, hardtanh": Case(
-        "SumInRegisters<4, 2, (anonymous namespace)::ClampTerm",
-        "vminps",
-        ("vmaxps", "vfmadd"),
-        3.6,
-        0,
-    ),
+    "bound, gradient, hardtanh": _bound("<4, 2, _::ClampTerm", "vminps", ("vmaxps", "vfmadd"), 3.6),
 }
 
 
@@ -102,15 +91,9 @@ class Row(NamedTuple):
 
 
 def measure(compiler: str, target: str) -> list[Row]:
-    """Returns a row for each case, of what a compiler makes for a processor.
-
-    Raises:
-      ValueError: there is no such loop.
-      RuntimeError: the compiler or the disassembler fails.
-    """
-    loops = [
-        (name, loop) for name, code in _functions(compiler, target) for loop in _innermost(code)
-    ]
+    """Returns a row for each case, of what a compiler makes for a processor."""
+    functions = _functions(compiler, target)
+    loops = [(name, loop) for name, code in functions for loop in _innermost(code)]
     return [_row(name, case, loops) for name, case in CASES.items()]
 
 
@@ -126,14 +109,8 @@ def _row(name: str, case: Case, loops) -> Row:
     # Tiles at the edge are smaller; a tile has a loop for each way its rows may be stored.
     most = max(terms for terms, _ in found)
     loop = max((loop for terms, loop in found if terms == most), key=len)
-    return Row(
-        name,
-        most,
-        len(loop) / most,
-        sum(each.loads() for each in loop) / most,
-        sum(each.stores() for each in loop),
-        loop,
-    )
+    loads, stores = (sum(map(reads, loop)) for reads in (Instruction.loads, Instruction.stores))
+    return Row(name, most, len(loop) / most, loads / most, stores, loop)
 
 
 def _count(loop: list[Instruction], name: str) -> int:
@@ -178,9 +155,7 @@ def _simulated(code: str, target: str, mca: str, iterations: int = 300) -> float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmarks.parser(__doc__)
     parser.add_argument("--target", default="znver3", help="as the compiler calls it")
     parser.add_argument("--mca", default="llvm-mca", help="command; newer ones have truer models")
     options = parser.parse_args()

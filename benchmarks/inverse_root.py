@@ -8,7 +8,6 @@ install ".[gpu-compile]"``, and no driver. Where there is a GPU, it is also set 
 library that XLA has for the same: the time of a batch, and the error of the inverses.
 """
 
-import argparse
 import hashlib
 import re
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import benchmarks
 from adder_flax.ops import _nvrtc
 from adder_flax.training import topology
 from benchmarks.sass import GPU_NAMES, assemble
@@ -74,14 +74,8 @@ def print_measured(calls: int = 20) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the costs, and what was measured where there is a GPU.
-
-    Args:
-      arguments: command line; None for that of the process.
-    """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Prints the costs, and what was measured where there is a GPU."""
+    parser = benchmarks.parser(__doc__)
     parser.add_argument("--write", action="store_true", help="make the PTX anew")
     if parser.parse_args(arguments).write:
         _inverses.PTX.write_text(ptx_of(_inverses.SOURCE.read_text()))

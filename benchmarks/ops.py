@@ -13,7 +13,7 @@ SciPy and scikit-learn are compared with where they are installed
 (`pip install torch scipy scikit-learn`); a missing one leaves its column empty.
 """
 
-import argparse
+import contextlib
 import ctypes
 import functools
 import os
@@ -22,12 +22,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import benchmarks
 from adder_flax import attention, ops, own_cache
+from adder_flax.ops import _cpu
 from benchmarks.timing import Timings, measure
 
 # Inner widths of the linear layers of a transformer block, as multiples of the model width.
@@ -54,18 +57,12 @@ BOUNDS = {
 
 
 def cores() -> int:
-    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 class Bounds:
-    """Terms a second on all cores that no kernel can exceed.
-
-    Each is the best of many short runs of several loops, of nothing but the instructions of a term.
-
-    Attributes:
-      rates: the terms a second, by name; none without a native library.
-    """
+    """Terms a second on all cores that no kernel can exceed: `rates` by name, none without a
+    native library."""
 
     def __init__(self, library: ctypes.CDLL | None):
         self.rates: dict[str, float] = {}
@@ -83,9 +80,6 @@ class Bounds:
 
 
 def native_bounds() -> Bounds:
-    """Returns the bounds of the loops that the native library exports."""
-    from adder_flax.ops import _cpu
-
     if jax.default_backend() != "cpu":
         return Bounds(None)
     if (reason := _cpu.CpuBackend().why_unavailable()) is not None:
@@ -105,7 +99,6 @@ def _loops(function):
 
 
 def _span_of(loop, iterations: int) -> tuple[float, float]:
-    """Returns when a run began, and how many seconds it took."""
     start = time.perf_counter()
     loop(iterations)
     return start, time.perf_counter() - start
@@ -128,24 +121,20 @@ def _rate_on_all_cores(loop, iterations: int) -> float:
         thread.join()
     begin = max(mine[0][0] for mine in spans)
     end = min(sum(mine[-1]) for mine in spans)
-    best = [
-        min((seconds for start, seconds in mine if begin <= start <= end - seconds), default=np.inf)
-        for mine in spans
-    ]
-    terms = iterations * loop(1)
-    return sum(terms / seconds for seconds in best)
+    terms, total = iterations * loop(1), 0.0
+    for mine in spans:
+        together_ran = (took for start, took in mine if begin <= start <= end - took)
+        total += terms / min(together_ran, default=np.inf)
+    return total
 
 
 def compile_with(backend: str | None, function: Callable, *arrays):
     """Returns the compiled function, traced under `backend` (or under none)."""
-    if backend is None:
-        return jax.jit(function).lower(*arrays).compile()
-    with ops.use_backend(backend):
+    with ops.use_backend(backend) if backend else contextlib.nullcontext():
         return jax.jit(function).lower(*arrays).compile()
 
 
 def megabytes(compiled) -> float:
-    """Returns the temporary memory of a compiled function, in MB."""
     return compiled.memory_analysis().temp_size_in_bytes / 1e6
 
 
@@ -160,43 +149,24 @@ def with_gradients(function: Callable, count: int) -> Callable:
     return both
 
 
-def broadcast_matmul(x, w):
-    return -jnp.abs(x[:, :, None] - w).sum(1)
-
-
-def broadcast_scores(query, key):
-    return -jnp.abs(query[:, :, None] - key[:, None]).sum(-1)
-
-
-def broadcast_additive(query, key, v):
-    return (v * jnp.tanh(query[:, :, None] + key[:, None])).sum(-1)
-
-
 def peers(x: np.ndarray, w: np.ndarray) -> dict[str, Callable]:
     """Returns the pairwise L1 distances of rows of x and columns of w by those libraries that are
     installed."""
-    found = {}
-    columns = np.ascontiguousarray(w.T)
-    try:
+    found, columns = {}, np.ascontiguousarray(w.T)
+    with contextlib.suppress(ImportError):
         import torch
 
         torch.set_num_threads(cores())
-        x_torch, columns_torch = torch.from_numpy(x), torch.from_numpy(columns)
-        found["torch"] = lambda: torch.cdist(x_torch, columns_torch, p=1)
-    except ImportError:
-        pass
-    try:
+        given = torch.from_numpy(x), torch.from_numpy(columns)
+        found["torch"] = lambda: torch.cdist(*given, p=1)
+    with contextlib.suppress(ImportError):
         from scipy.spatial.distance import cdist
 
         found["scipy"] = lambda: cdist(x, columns, "cityblock")
-    except ImportError:
-        pass
-    try:
+    with contextlib.suppress(ImportError):
         from sklearn.metrics.pairwise import manhattan_distances
 
         found["sklearn"] = lambda: manhattan_distances(x, columns)
-    except ImportError:
-        pass
     return found
 
 
@@ -204,11 +174,13 @@ class Table:
     """Rows that are printed as they come and kept for the summary.
 
     Args:
-      columns: title and width of each column; cells come in this order.
+      columns: title and width of each column, as `title:width`, where _ stands for a space; cells
+        come in this order.
     """
 
-    def __init__(self, *columns: tuple[str, int]):
-        self._columns = dict(columns)
+    def __init__(self, *columns: str):
+        pairs = (column.rsplit(":", 1) for column in columns)
+        self._columns = {title.replace("_", " "): int(width) for title, width in pairs}
         self.rows: list[dict] = []
 
     def print_titles(self) -> None:
@@ -224,194 +196,138 @@ class Table:
         return [row[column] for row in rows if row[column] is not None]
 
     def _print(self, cells) -> None:
-        widths = self._columns.values()
-        print(
-            "  ".join(_cell(cell).rjust(width) for cell, width in zip(cells, widths, strict=True)),
-            flush=True,
-        )
+        widths = zip(map(_cell, cells), self._columns.values(), strict=True)
+        print("  ".join(cell.rjust(width) for cell, width in widths), flush=True)
 
 
 def _cell(value) -> str:
-    if value is None:
-        return ""
     if isinstance(value, float):
         return f"{value:.2f}" if value < 10 else f"{value:.0f}"
-    return str(value)
+    return "" if value is None else str(value)
 
 
 def share(timings: Timings, name: str, terms: int, bounds: Bounds, bound: str) -> float | None:
-    """Returns the part of a bound that the function of this name reaches, whose terms are so
-    many."""
+    """Returns the part of a bound that the function of this name, of so many terms, reaches."""
     seconds = timings.median(name)
     if bound not in bounds.rates or seconds is None:
         return None
     return terms / seconds / bounds.rates[bound]
 
 
-def above_bounds(*tables: Table) -> list[str]:
+def above_bounds(table: Table) -> list[str]:
     """Returns a line for each share of a bound that is more than the whole."""
     return [
         f"{column} of {', '.join(map(str, list(row.values())[:3]))}: {row[column]:.3f}"
-        for table in tables
         for row in table.rows
         for column in ("bound", "dx bound")
-        if (row.get(column) or 0) > 1
+        if (row[column] or 0) > 1
     ]
 
 
-def matmul_table() -> Table:
-    return Table(
-        *(
-            ("layer", 15),
-            ("M x K x N", 13),
-            ("backend", 10),
-            ("fwd G/s", 7),
-            ("bound", 5),
-            ("/GEMM", 5),
-        ),
-        *(
-            ("torch", 5),
-            ("scipy", 5),
-            ("sklearn", 7),
-            ("broadcast", 9),
-            ("dx G/s", 6),
-            ("dx bound", 8),
-        ),
-        *(("train ms", 8), ("/broadcast", 10), ("MB", 5), ("broadcast MB", 12)),
+def pairs_table() -> Table:
+    titles = "sums:15 shape:13 backend:10 fwd_G/s:7 bound:5 /GEMM:5 torch:5 scipy:5 sklearn:7"
+    titles += " broadcast:9 dx_G/s:6 dx_bound:8 train_ms:8 /broadcast:10 MB:5 broadcast_MB:12"
+    return Table(*titles.split())
+
+
+class Sums(NamedTuple):
+    """What is measured in a row: sums over pairs, their operands, and what they stand beside.
+
+    Attributes:
+      bound: the name of what no forward pass exceeds.
+      beside: other libraries' functions, without arguments.
+      pull: the gradient of the first operand alone, of the operands and a cotangent; or None.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    terms: int
+    function: Callable
+    operands: tuple
+    product: Callable
+    naive: Callable
+    bound: str = "forward"
+    beside: dict[str, Callable] = {}
+    pull: Callable | None = None
+
+
+def layer_sums(name: str, shape: tuple[int, int, int]) -> Sums:
+    """Returns the product of an adder layer."""
+    (m, k, n), rng = shape, np.random.default_rng(0)
+    x, w = (rng.normal(size=s).astype(np.float32) for s in ((m, k), (k, n)))
+    pull = lambda x, w, g: jax.vjp(lambda x: ops.adder_matmul(x, w), x)[1](g)
+    operands, naive = (
+        (jnp.asarray(x), jnp.asarray(w)),
+        lambda x, w: -jnp.abs(x[:, :, None] - w).sum(1),
+    )
+    return Sums(
+        *(name, shape, m * k * n, ops.adder_matmul, operands, jnp.matmul, naive),
+        beside=peers(x, w),
+        pull=pull,
     )
 
 
-def bench_matmul(table: Table, layer: str, shape: tuple[int, int, int], backends, bounds) -> None:
-    """Adds one row for each backend: forward, gradient of x, and forward with both gradients."""
-    bounds.measure()
-    m, k, n = shape
-    rng = np.random.default_rng(0)
-    x, w, g = (rng.normal(size=s).astype(np.float32) for s in ((m, k), (k, n), (m, n)))
-    arrays = {name: jnp.asarray(a) for name, a in (("x", x), ("w", w), ("g", g))}
-    both = with_gradients(ops.adder_matmul, 2)
-    pull_x = lambda x, w, g: jax.vjp(lambda x: ops.adder_matmul(x, w), x)[1](g)
-
-    def prepared(backend, function, *names):
-        operands = [arrays[name] for name in names]
-        return functools.partial(compile_with(backend, function, *operands), *operands)
-
-    fast = {"gemm": prepared(None, jnp.matmul, "x", "w")}
-    for name in backends:
-        fast[f"forward {name}"] = prepared(name, ops.adder_matmul, "x", "w")
-        fast[f"dx {name}"] = prepared(name, pull_x, "x", "w", "g")
-        fast[f"train {name}"] = prepared(name, both, "g", "x", "w")
-    slow = {
-        name: function for name, function in fast.items() if name.startswith(("forward", "train"))
-    }
-    others = {
-        name: function for name, function in fast.items() if name.startswith("forward")
-    } | peers(x, w)
-    if m * k * n * 4 <= BROADCAST_LIMIT_BYTES:
-        slow["broadcast"] = prepared(None, broadcast_matmul, "x", "w")
-        slow["broadcast train"] = prepared(None, with_gradients(broadcast_matmul, 2), "g", "x", "w")
-    quick, patient = (
-        measure(fast, ROUNDS, SECONDS_PER_CASE),
-        measure(slow, SLOW_ROUNDS, SECONDS_PER_CASE),
-    )
-    beside = measure(others, ROUNDS, SECONDS_PER_CASE)
-    terms = m * k * n
-    for name in backends:
-        forward, dx, train = f"forward {name}", f"dx {name}", f"train {name}"
-        table.add(
-            layer,
-            f"{m}x{k}x{n}",
-            name,
-            terms / quick.median(forward) / 1e9,
-            share(quick, forward, terms, bounds, "forward"),
-            quick.ratio(forward, "gemm"),
-            *(beside.ratio(peer, forward) for peer in ("torch", "scipy", "sklearn")),
-            patient.ratio("broadcast", forward),
-            terms / quick.median(dx) / 1e9,
-            share(quick, dx, terms, bounds, "gradient"),
-            quick.median(train) * 1e3,
-            patient.ratio("broadcast train", train),
-            megabytes(fast[train].func),
-            megabytes(slow["broadcast train"].func) if "broadcast train" in slow else None,
-        )
-
-
-def scores_table() -> Table:
-    return Table(
-        *(
-            ("scores", 8),
-            ("B x N x d", 10),
-            ("backend", 10),
-            ("fwd G/s", 7),
-            ("bound", 5),
-            ("/GEMM", 5),
-        ),
-        *(("broadcast", 9), ("train ms", 8), ("/broadcast", 10), ("MB", 5), ("broadcast MB", 12)),
-    )
-
-
-def bench_scores(table: Table, name: str, shape: tuple[int, int], backends, bounds) -> None:
-    """Adds one row for each backend: forward, and forward with all gradients."""
-    bounds.measure()
-    heads, tokens = shape
-    rng = np.random.default_rng(0)
-    query, key = (
-        jnp.asarray(rng.normal(size=(heads, tokens, HEAD_DIM)), jnp.float32) for _ in range(2)
-    )
-    g = jnp.asarray(rng.normal(size=(heads, tokens, tokens)), jnp.float32)
+def score_sums(name: str, shape: tuple[int, int]) -> Sums:
+    """Returns the scores of attention, `l1` or `additive`."""
+    (heads, tokens), rng = shape, np.random.default_rng(0)
+    size = (heads, tokens, HEAD_DIM)
+    operands = tuple(jnp.asarray(rng.normal(size=size), jnp.float32) for _ in range(2))
+    shared = (size, heads * tokens**2 * HEAD_DIM)
+    product = lambda q, k, *_: jnp.einsum("bmd,bnd->bmn", q, k)
     if name == "l1":
-        score, naive, operands, bound = ops.l1_scores, broadcast_scores, (query, key), "forward"
-    else:
-        score, naive, bound = ops.additive_scores, broadcast_additive, "additive"
-        operands = (query, key, jnp.ones(HEAD_DIM))
+        naive = lambda q, k: -jnp.abs(q[:, :, None] - k[:, None]).sum(-1)
+        return Sums(name, *shared, ops.l1_scores, operands, product, naive)
+    naive = lambda q, k, v: (v * jnp.tanh(q[:, :, None] + k[:, None])).sum(-1)
+    operands = (*operands, jnp.ones(HEAD_DIM))
+    return Sums(name, *shared, ops.additive_scores, operands, product, naive, "additive")
+
+
+def bench_pairs(table: Table, sums: Sums, backends, bounds) -> None:
+    """Adds one row for each backend: forward, gradient of x, and forward with all gradients."""
+    bounds.measure()
+    shape = jax.eval_shape(sums.function, *sums.operands).shape
+    g = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
+    count = len(sums.operands)
 
     def prepared(backend, function, *operands):
         return functools.partial(compile_with(backend, function, *operands), *operands)
 
-    fast = {"gemm": prepared(None, lambda q, k: jnp.einsum("bmd,bnd->bmn", q, k), query, key)}
-    for backend in backends:
-        fast[f"forward {backend}"] = prepared(backend, score, *operands)
-        fast[f"train {backend}"] = prepared(
-            backend, with_gradients(score, len(operands)), g, *operands
-        )
-    slow = {
-        name: function for name, function in fast.items() if name.startswith(("forward", "train"))
-    }
-    terms = heads * tokens**2 * HEAD_DIM
-    if terms * 4 <= BROADCAST_LIMIT_BYTES:
-        slow["broadcast"] = prepared(None, naive, *operands)
-        slow["broadcast train"] = prepared(None, with_gradients(naive, len(operands)), g, *operands)
-    quick, patient = (
-        measure(fast, ROUNDS, SECONDS_PER_CASE),
-        measure(slow, SLOW_ROUNDS, SECONDS_PER_CASE),
-    )
-    for backend in backends:
-        forward, train = f"forward {backend}", f"train {backend}"
+    forwards, trains = {}, {}
+    fast = {"gemm": prepared(None, sums.product, *sums.operands)}
+    for name in backends:
+        forwards[f"forward {name}"] = prepared(name, sums.function, *sums.operands)
+        both = with_gradients(sums.function, count)
+        trains[f"train {name}"] = prepared(name, both, g, *sums.operands)
+        if sums.pull is not None:
+            fast[f"dx {name}"] = prepared(name, sums.pull, *sums.operands, g)
+    slow = forwards | trains
+    if sums.terms * 4 <= BROADCAST_LIMIT_BYTES:
+        slow["broadcast"] = prepared(None, sums.naive, *sums.operands)
+        naive = with_gradients(sums.naive, count)
+        slow["broadcast train"] = prepared(None, naive, g, *sums.operands)
+    quick = measure(fast | forwards | trains, ROUNDS, SECONDS_PER_CASE)
+    patient = measure(slow, SLOW_ROUNDS, SECONDS_PER_CASE)
+    beside = measure(forwards | sums.beside, ROUNDS, SECONDS_PER_CASE)
+    rate = lambda name: (seconds := quick.median(name)) and sums.terms / seconds / 1e9
+    for name in backends:
+        forward, dx, train = f"forward {name}", f"dx {name}", f"train {name}"
         table.add(
-            name,
-            f"{heads}x{tokens}x{HEAD_DIM}",
-            backend,
-            terms / quick.median(forward) / 1e9,
-            share(quick, forward, terms, bounds, bound),
+            *(sums.name, "x".join(map(str, sums.shape)), name, rate(forward)),
+            share(quick, forward, sums.terms, bounds, sums.bound),
             quick.ratio(forward, "gemm"),
-            patient.ratio("broadcast", forward),
+            *(beside.ratio(peer, forward) for peer in ("torch", "scipy", "sklearn")),
+            *(patient.ratio("broadcast", forward), rate(dx)),
+            share(quick, dx, sums.terms, bounds, "gradient"),
             quick.median(train) * 1e3,
             patient.ratio("broadcast train", train),
-            megabytes(fast[train].func),
+            megabytes(slow[train].func),
             megabytes(slow["broadcast train"].func) if "broadcast train" in slow else None,
         )
 
 
 def fused_table() -> Table:
-    return Table(
-        *(
-            ("attention", 9),
-            ("B x N x d", 10),
-            ("whole ms", 8),
-            ("fused ms", 8),
-            ("whole/fused", 11),
-        ),
-        *(("whole MB", 8), ("fused MB", 8)),
-    )
+    titles = "attention:9 B_x_N_x_d:10 whole_ms:8 fused_ms:8 whole/fused:11 whole_MB:8 fused_MB:8"
+    return Table(*titles.split())
 
 
 def bench_fused(table: Table, score: str, shape: tuple[int, int]) -> None:
@@ -419,19 +335,15 @@ def bench_fused(table: Table, score: str, shape: tuple[int, int]) -> None:
     block by block."""
     heads, tokens = shape
     rng = np.random.default_rng(0)
-    operands = [
-        jnp.asarray(rng.normal(size=(1, tokens, heads, HEAD_DIM)), jnp.float32) for _ in range(4)
-    ]
+    size = (1, tokens, heads, HEAD_DIM)
+    operands = [jnp.asarray(rng.normal(size=size), jnp.float32) for _ in range(4)]
     learned = attention.get_score(score).learned_parameters(heads, HEAD_DIM, HEAD_DIM, {})
     parameters = {name: p.init(jax.random.key(0), p.shape) for name, p in learned.items()}
 
     def compiled(key_block):
-        function = functools.partial(
-            attention.attend, score=score, parameters=parameters, key_block=key_block
-        )
-        return functools.partial(
-            compile_with(None, with_gradients(function, 3), *operands), *operands
-        )
+        options = dict(score=score, parameters=parameters, key_block=key_block)
+        function = with_gradients(functools.partial(attention.attend, **options), 3)
+        return functools.partial(compile_with(None, function, *operands), *operands)
 
     functions = {"whole": compiled(None), "fused": compiled(ops.preferred_key_block(1 << 20))}
     timings = measure(functions, ROUNDS, SECONDS_PER_CASE)
@@ -453,57 +365,36 @@ def fused_from(table: Table, score: str) -> int | None:
     return int(faster[0]["B x N x d"].split("x")[1]) if faster else None
 
 
-def print_summary(matmul: Table, scores: Table, fused: Table) -> None:
+def print_summary(layers: Table, scores: Table, fused: Table) -> None:
     """Prints the median and the worst over all shapes of what this package is measured by."""
-    best = matmul.rows[0]["backend"]
-    memory = [
-        row["MB"] / row["broadcast MB"]
-        for row in matmul.rows
-        if row["backend"] == best and row["broadcast MB"]
-    ]
+    best = layers.rows[0]["backend"]
+    of = functools.partial(layers.values, backend=best)
+    rows = [row for row in layers.rows if row["backend"] == best and row["broadcast MB"]]
+    memory = [row["MB"] / row["broadcast MB"] for row in rows]
     adder = {row["B x N x d"]: row["fused MB"] for row in fused.rows if row["attention"] == "adder"}
-    long, short = (adder[f"3x{tokens}x{HEAD_DIM}"] for tokens in (4096, 1024))
+    grown = adder[f"3x4096x{HEAD_DIM}"] / adder[f"3x1024x{HEAD_DIM}"]
+    of_l1 = dict(backend=best, sums="l1", shape=f"24x197x{HEAD_DIM}")
     lines = [
-        (
-            "adder_matmul forward, times faster than torch.cdist(p=1)",
-            matmul.values("torch", backend=best),
-            min,
-        ),
-        ("  the same on the XLA backend", matmul.values("torch", backend="xla"), min),
-        (
-            "adder_matmul forward, as a multiple of XLA's GEMM of that shape",
-            matmul.values("/GEMM", backend=best),
-            max,
-        ),
-        ("  its share of the instruction bound", matmul.values("bound", backend=best), min),
-        ("  share of the bound of the gradient of x", matmul.values("dx bound", backend=best), min),
-        (
-            "forward and both gradients, times faster than the broadcast",
-            matmul.values("/broadcast", backend=best),
-            min,
-        ),
+        ("adder_matmul forward, times faster than torch.cdist(p=1)", of("torch"), min),
+        ("  the same on the XLA backend", layers.values("torch", backend="xla"), min),
+        ("adder_matmul forward, as a multiple of XLA's GEMM of that shape", of("/GEMM"), max),
+        ("  its share of the instruction bound", of("bound"), min),
+        ("  share of the bound of the gradient of x", of("dx bound"), min),
+        ("forward and both gradients, times faster than the broadcast", of("/broadcast"), min),
         ("  temporary memory over the broadcast's", memory, max),
         (
             "l1_scores forward and gradients at N = 197, times faster than the broadcast",
-            scores.values(
-                "/broadcast", backend=best, scores="l1", **{"B x N x d": f"24x197x{HEAD_DIM}"}
-            ),
+            scores.values("/broadcast", **of_l1),
             min,
         ),
-        (
-            "fused adder attention: memory at N = 4096 over that at N = 1024",
-            [long / short],
-            max,
-        ),
+        ("fused adder attention: memory at N = 4096 over that at N = 1024", [grown], max),
     ]
     print(f"\n{'median':>84}  {'worst':>7}")
     for text, values, worst in lines:
         if values:
             print(f"{text:77}{statistics.median(values):7.3g}  {worst(values):7.3g}")
     shortest = ", ".join(f"{score} {fused_from(fused, score)}" for score in FUSED_SCORES)
-    print(
-        f"fused attention is faster from so many of the measured numbers of tokens on: {shortest}"
-    )
+    print(f"fused attention is faster from so many of the measured tokens on: {shortest}")
 
 
 LEGEND = """
@@ -517,9 +408,7 @@ MB         temporary memory of `train`
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmarks.parser(__doc__)
     parser.add_argument("--full", action="store_true", help="all models, batches and lengths")
     few = None if parser.parse_args().full else 1
     backends = [name for name in ops.available_backends() if name != "reference"]
@@ -532,25 +421,23 @@ def main() -> None:
         print(f"bound, {name}: {rate / 1e9:.1f} G terms/s on {cores()} cores")
     print(LEGEND)
 
-    matmul, scores, fused = matmul_table(), scores_table(), fused_table()
-    matmul.print_titles()
+    layers, scores, fused = pairs_table(), pairs_table(), fused_table()
+    layers.print_titles()
     for model, width in list(WIDTHS.items())[:few]:
         for images, tokens in TOKENS[:few]:
             for layer, (inputs, outputs) in LAYERS.items():
                 shape = (images * tokens, inputs * width, outputs * width)
-                bench_matmul(matmul, f"{model} {layer}", shape, backends, bounds)
-    print()
-    scores.print_titles()
+                bench_pairs(layers, layer_sums(f"{model} {layer}", shape), backends, bounds)
     for name in ("l1", "additive"):
         for shape in ATTENTION[: 2 * few if few else None]:
-            bench_scores(scores, name, shape, backends, bounds)
+            bench_pairs(scores, score_sums(name, shape), backends, bounds)
     print()
     fused.print_titles()
     for score in FUSED_SCORES:
         for shape in FUSED:
             bench_fused(fused, score, shape)
-    print_summary(matmul, scores, fused)
-    if lines := above_bounds(matmul, scores):
+    print_summary(layers, scores, fused)
+    if lines := above_bounds(layers) + above_bounds(scores):
         sys.exit(
             "expected no kernel above its bound, got " + "; ".join(lines) + "; measure again on a "
             "machine that does nothing else, or mend the loops in cpu_kernels.cc"

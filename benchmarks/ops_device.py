@@ -16,7 +16,6 @@ PyTorch's, and attention by the whole map against blocks.
 Training steps on an accelerator are those of `benchmarks/optimizer_step.py`.
 """
 
-import argparse
 import functools
 import statistics
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 
+import benchmarks
 from adder_flax import ops
 from adder_flax.extras import MissingExtraError
 from adder_flax.ops._cuda import TILES, CudaBackend, Kernel
@@ -70,11 +70,6 @@ extern "C" __global__ void __launch_bounds__({_PEAK_THREADS}) adder_flax_peak(
 """
 
 
-# -------------------------------------------------------------------------------------------------
-# Kernels, by the clock of the device
-# -------------------------------------------------------------------------------------------------
-
-
 def kernel_seconds(function: Callable, *operands) -> dict[str, float]:
     """Returns how long the device computes each of this project's kernels that a program runs.
 
@@ -91,11 +86,7 @@ def kernel_seconds(function: Callable, *operands) -> dict[str, float]:
 
 
 def addition_rate(cores: int) -> float:
-    """Returns the float32 additions a second of a loop of nothing else on all cores.
-
-    Args:
-      cores: of the device.
-    """
+    """Returns the float32 additions a second of a loop of nothing else on all cores."""
     blocks = cores * _PEAK_BLOCKS_PER_CORE
     kernel = Kernel("adder_flax_peak", _PEAK_SOURCE, blocks, _PEAK_THREADS, stage=0)
     result = jax.ShapeDtypeStruct((blocks * _PEAK_THREADS,), jnp.float32)
@@ -106,21 +97,13 @@ def addition_rate(cores: int) -> float:
 
 
 def terms_of(case: sass.Case) -> int:
-    """Returns the terms of each of a case's sums.
-
-    Example:
-      >>> terms_of(sass.CASES["l1 proj"]) == sass.TOKENS * 192 * 192
-      True
-    """
+    """Returns the terms of each of a case's sums."""
     (batch, rows, width), second = case.shapes[:2]
     return batch * rows * width * second[1 if case.options.get("axes", "nk") == "nk" else 2]
 
 
 def certificates(name: str) -> Sequence[sass.Row | None]:
-    """Returns the certificate of each kernel of a case, for H100 and H200.
-
-    None where what reads machine code is not installed.
-    """
+    """Returns the certificate of each kernel of a case, for H100s, or None without the tools."""
     try:
         return sass.certify(name, "h100")
     except (MissingExtraError, OSError):
@@ -128,10 +111,8 @@ def certificates(name: str) -> Sequence[sass.Row | None]:
 
 
 def kernels_table() -> Table:
-    return Table(
-        *(("kernel", 20), ("us", 7), ("T terms/s", 9), ("of the bound", 12)),
-        *(("on paper", 8), ("waves", 5)),
-    )
+    titles = "kernel:20 us:7 T_terms/s:9 of_the_bound:12 on_paper:8 waves:5"
+    return Table(*titles.split())
 
 
 def compiled_case(case: sass.Case, backend: CudaBackend) -> tuple[Callable, list[jax.Array]]:
@@ -153,40 +134,26 @@ def labels(name: str) -> dict[str, str]:
 
 
 def bench_kernels(table: Table, name: str, additions: float) -> None:
-    """Adds a row for each kernel of a case of `sass.CASES`.
-
-    Args:
-      table: of `kernels_table`.
-      name: of the case.
-      additions: the device's float32 additions a second.
-    """
+    """Adds a row for each kernel of a case of `sass.CASES`."""
     case = sass.CASES[name]
     function, operands = compiled_case(case, CudaBackend())
     seconds = kernel_seconds(function, *operands)
     # A core starts an eighth as many special functions in a cycle as additions.
     cost = max(case.arithmetic["lanes"], 8 * case.arithmetic.get("special", 0))
     for (kernel, label), row in zip(labels(name).items(), certificates(name), strict=True):
-        rate = terms_of(case) / seconds[kernel]
-        table.add(
-            label,
-            1e6 * seconds[kernel],
-            rate / 1e12,
-            rate * cost / additions,
-            row and row.share_of_bound,
-            row and row.waves,
-        )
+        rate, on_paper = terms_of(case) / seconds[kernel], (None, None)
+        if row is not None:
+            on_paper = row.share_of_bound, row.waves
+        cells = 1e6 * seconds[kernel], rate / 1e12, rate * cost / additions, *on_paper
+        table.add(label, *cells)
 
 
 def tiles_table() -> Table:
-    return Table(("kernel, us", 20), *((f"{t[0]}x{t[1]}x({t[2]},{t[3]})", 11) for t in TILES))
+    return Table("kernel, us:20", *(f"{t[0]}x{t[1]}x({t[2]},{t[3]}):11" for t in TILES))
 
 
 def bench_tiles(table: Table) -> None:
-    """Adds a row for each kernel of `sass.CASES`: how long it takes with each tile.
-
-    Args:
-      table: of `tiles_table`.
-    """
+    """Adds a row for each kernel of `sass.CASES`: how long it takes with each tile."""
     with ThreadPoolExecutor() as pool:  # compilers leave Python's lock alone
         compiled = {
             (name, tile): pool.submit(compiled_case, case, CudaBackend(tile=tile))
@@ -200,11 +167,6 @@ def bench_tiles(table: Table) -> None:
                 seconds.append(kernel_seconds(function, *operands))
             for kernel, label in labels(name).items():
                 table.add(label, *(1e6 * of_tile[kernel] for of_tile in seconds))
-
-
-# -------------------------------------------------------------------------------------------------
-# Products, beside others'
-# -------------------------------------------------------------------------------------------------
 
 
 def repeated(backend: str | None, function: Callable, *operands) -> Callable:
@@ -239,18 +201,8 @@ def torch_cdist(x: jax.Array, w: jax.Array) -> Callable | None:
 
 
 def products_table() -> Table:
-    return Table(
-        *(
-            ("product", 16),
-            ("M x K x N", 17),
-            ("backend", 10),
-            ("fwd T/s", 7),
-            ("bound", 5),
-            ("/GEMM", 5),
-            ("torch", 5),
-        ),
-        *(("dx T/s", 6), ("dx bound", 8), ("sign dx T/s", 11)),
-    )
+    titles = "product:16 M_x_K_x_N:17 backend:10 fwd_T/s:7 bound:5 /GEMM:5 torch:5 dx_T/s:6"
+    return Table(*titles.split(), "dx bound:8", "sign dx T/s:11")
 
 
 def bench_product(
@@ -262,28 +214,17 @@ def bench_product(
 ) -> None:
     """Adds one row for each backend that runs on this device.
 
-    Args:
-      table: of `products_table`.
-      name: of the product.
-      shape: M, K and N.
-      limit: most terms a second, where it is known.
-      seconds: after which no more rounds are begun.
+    `shape` is M, K and N; `limit` the most terms a second, where it is known; after so many
+    `seconds` no more rounds are begun.
     """
     m, k, n = shape
     keys = jax.random.split(jax.random.key(0), 3)
-    x, w, g = (
-        jax.random.normal(key, size)
-        for key, size in zip(keys, ((m, k), (k, n), (m, n)), strict=True)
-    )
+    x, w, g = map(jax.random.normal, keys, ((m, k), (k, n), (m, n)))
 
     def pullback(rule):
         return lambda x, w, g: jax.vjp(lambda x: ops.adder_matmul(x, w, x_gradient=rule), x)[1](g)
 
-    backends = [
-        backend
-        for backend in ops.available_backends()
-        if backend not in ("reference", "cpu_native")
-    ]
+    backends = [b for b in ops.available_backends() if b not in ("reference", "cpu_native")]
     functions = {"gemm": repeated(None, functools.partial(jnp.matmul, precision="highest"), x, w)}
     for backend in backends:
         functions[f"forward {backend}"] = repeated(backend, ops.adder_matmul, x, w)
@@ -297,24 +238,20 @@ def bench_product(
         forward, dx, sign = (
             timings.median(f"{kind} {backend}") / CALLS for kind in ("forward", "hardtanh", "sign")
         )
-        table.add(
-            name,
-            f"{m}x{k}x{n}",
-            backend,
-            terms / forward / 1e12,
-            limit and terms / forward / limit,
-            timings.ratio(f"forward {backend}", "gemm"),
-            timings.ratio("torch", f"forward {backend}"),
-            terms / dx / 1e12,
-            limit and terms / dx / limit,
-            terms / sign / 1e12,
-        )
+        beside = timings.ratio(f"forward {backend}", "gemm")
+        beside = beside, timings.ratio("torch", f"forward {backend}")
+        rates = [(terms / t / 1e12, limit and terms / t / limit) for t in (forward, dx)]
+        table.add(name, f"{m}x{k}x{n}", backend, *rates[0], *beside, *rates[1], terms / sign / 1e12)
+
+
+def started(table: Table) -> Table:
+    print()
+    table.print_titles()
+    return table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmarks.parser(__doc__)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument(
         "--divide", type=int, default=1, help="divide the number of rows, and of heads, by this"
@@ -331,24 +268,16 @@ def main() -> None:
         additions = addition_rate(device.core_count)
         per_core = additions / device.core_count / 1e9
         print(f"float32 additions: {additions / 1e12:.1f} T/s, {per_core:.0f} G/s a core")
-    if "kernels" in parts:
-        if additions is None:
-            print("kernels: no NVIDIA GPU here; benchmarks/sass.py reads their machine code")
-        else:
-            table = kernels_table()
-            table.print_titles()
-            for name in sass.CASES:
-                bench_kernels(table, name, additions)
-            print()
-    if "tiles" in parts and additions is not None:
-        table = tiles_table()
-        table.print_titles()
-        bench_tiles(table)
-        print()
-
+    if additions is None and "kernels" in parts:
+        print("kernels: no NVIDIA GPU here; benchmarks/sass.py reads their machine code")
+    if additions is not None and "kernels" in parts:
+        table = started(kernels_table())
+        for name in sass.CASES:
+            bench_kernels(table, name, additions)
+    if additions is not None and "tiles" in parts:
+        bench_tiles(started(tiles_table()))
     if "products" in parts:
-        table = products_table()
-        table.print_titles()
+        table = started(products_table())
         limit = additions and additions / 2
         for side, width in SQUARE:
             shape = (side // divide, width, side // divide)
@@ -357,11 +286,8 @@ def main() -> None:
             for layer, (inputs, outputs) in LAYERS.items():
                 shape = (IMAGES * 197 // divide, inputs * width, outputs * width)
                 bench_product(table, f"{model} {layer}", shape, limit, arguments.seconds)
-        print()
-
     if "attention" in parts:
-        table = fused_table()
-        table.print_titles()
+        table = started(fused_table())
         for score in FUSED_SCORES:
             for heads, tokens in ATTENTION:
                 bench_fused(table, score, (max(heads // divide, 1), tokens))

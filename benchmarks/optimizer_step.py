@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import ml_collections
 
+import benchmarks
 from adder_flax import experiment, ops, settings
 from adder_flax.experiments import common
 from benchmarks.timing import busy_seconds, gpu_events, measure, seconds_of
@@ -101,9 +102,7 @@ def busy(window: Callable, length: int) -> str:
 
 def main() -> None:
     """Prints a row for each optimizer and variant."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmarks.parser(__doc__)
     parser.add_argument("--config", default="", help="an experiment in place of a DeiT")
     parser.add_argument("--mechanism", default="multiplicative")
     parser.add_argument("--size", default="tiny")

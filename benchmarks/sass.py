@@ -14,7 +14,6 @@ loop waits for is not in it: `benchmarks/ops_device.py` measures that.
 It needs Linux and ``pip install ".[gpu-compile]"``, and no driver.
 """
 
-import argparse
 import functools
 import os
 import re
@@ -28,10 +27,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+import benchmarks
 from adder_flax.extras import missing, wheel_folders
 from adder_flax.ops import _nvrtc
+from adder_flax.ops._arrays import GradientRule
 from adder_flax.ops._cuda import CudaBackend, Kernel
-from adder_flax.ops._rules import GradientRule
 from adder_flax.training import topology
 
 GPU_NAMES = ("a100", "h100", "b200")
@@ -49,16 +49,10 @@ class Case(NamedTuple):
     """A kernel on the shapes of DeiT-Tiny (64 images of 197 tokens), and what its code must not
     exceed.
 
-    Attributes:
-      method: of the backend.
-      shapes: of its operands.
-      options: its other arguments.
-      marker: pattern of an instruction of which each term has one, or one half.
-      terms_per_marker: terms for each of those.
-      arithmetic: instructions of a term that cannot be left out, by unit: ``"lanes"`` or
-        ``"special"``.
-      most_instructions: a term may cost, stages included, on any of the GPUs.
-      dtype: of the operands other than the cotangent.
+    A `method` of the backend, the `shapes` of its operands (of a `dtype`, but for a cotangent) and
+    its other arguments; the pattern of an instruction of which each term has one, or one half; a
+    term's `arithmetic` that cannot be left out, by unit (``"lanes"`` or ``"special"``); and what a
+    term may cost, stages included, on any of the GPUs.
     """
 
     method: str
@@ -81,6 +75,10 @@ def _rule(method, shapes, rule, most, lanes=2, axes="kn"):
     )
 
 
+def _additive(method, shapes, terms, lanes, special, most):
+    return Case(method, shapes, {}, "MUFU", terms, {"lanes": lanes, "special": special}, most)
+
+
 CASES = {
     "l1 fc1": _l1((X, FC1), 2.17),
     "l1 fc2": _l1((HIDDEN, FC2), 2.43),
@@ -91,26 +89,10 @@ CASES = {
     "dw hardtanh fc1": _rule("l1_pullback_w", (X, FC1, HIDDEN), HARDTANH, 2.38),
     "jvp hardtanh fc1": _rule("l1_pushforward", (X, FC1, X), HARDTANH, 2.21),
     "dq sign": _rule("l1_pullback_x", (HEADS, HEADS, MAPS), SIGN, 3.78, lanes=3, axes="nk"),
-    "additive": Case(
-        "additive", (HEADS, HEADS, WEIGHTS), {}, "MUFU", 2, {"lanes": 3.5, "special": 0.5}, 4.48
-    ),
-    "additive 256": Case(
-        "additive",
-        (LONG_HEADS, LONG_HEADS, WEIGHTS),
-        {},
-        "MUFU",
-        2,
-        {"lanes": 3.5, "special": 0.5},
-        4.6,
-    ),
-    "additive pullback": Case(
-        "additive_pullback",
-        (HEADS, HEADS, WEIGHTS, MAPS),
-        {},
-        "MUFU",
-        1,
-        {"lanes": 3, "special": 1},
-        6.8,
+    "additive": _additive("additive", (HEADS, HEADS, WEIGHTS), 2, 3.5, 0.5, 4.48),
+    "additive 256": _additive("additive", (LONG_HEADS, LONG_HEADS, WEIGHTS), 2, 3.5, 0.5, 4.6),
+    "additive pullback": _additive(
+        "additive_pullback", (HEADS, HEADS, WEIGHTS, MAPS), 1, 3, 1, 6.8
     ),
 }
 
@@ -133,48 +115,20 @@ class Row(NamedTuple):
         return sum(self.by_kind.values())
 
     def cells(self) -> tuple[str, ...]:
-        kinds = ", ".join(
-            f"{count:.2f} {kind}" for kind, count in self.by_kind.items() if count >= 0.005
-        )
-        return (
-            *(
-                self.kernel,
-                self.gpu,
-                f"{self.instructions:.3f}",
-                kinds,
-                str(self.registers),
-                str(self.spilled_bytes),
-            ),
-            *(
-                str(self.shared_bytes),
-                str(self.warps_per_core),
-                f"{self.waves:.2f}",
-                f"{self.share_of_bound:.2f}",
-            ),
-        )
+        kinds = [f"{count:.2f} {kind}" for kind, count in self.by_kind.items() if count >= 0.005]
+        whole = self.registers, self.spilled_bytes, self.shared_bytes, self.warps_per_core
+        shares = f"{self.waves:.2f}", f"{self.share_of_bound:.2f}"
+        first = self.kernel, self.gpu, f"{self.instructions:.3f}", ", ".join(kinds)
+        return *first, *map(str, whole), *shares
 
 
-TITLES = (
-    "kernel",
-    "GPU",
-    "instructions a term",
-    "by kind",
-    "registers",
-    "spilled bytes",
-    "shared bytes",
-)
-TITLES += ("warps a core", "waves", "of the bound")
+TITLES = ("kernel", "GPU", "instructions a term", "by kind", "registers", "spilled bytes")
+TITLES += ("shared bytes", "warps a core", "waves", "of the bound")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the table.
-
-    Args:
-      arguments: command line; None for that of the process.
-    """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Prints the table."""
+    parser = benchmarks.parser(__doc__)
     parser.add_argument("--gpus", default=",".join(GPU_NAMES))
     parser.add_argument("--kernels", default=",".join(CASES))
     options = parser.parse_args(arguments)
@@ -190,16 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def certify(name: str, gpu: str) -> list[Row]:
-    """Compiles a case for a GPU and reads its machine code; returns a row for each kernel that it
-    consists of.
+    """Compiles a case for a GPU and reads its machine code; returns a row for each of its kernels.
 
-    Args:
-      name: of `CASES`.
-      gpu: of `topology.GPUS`.
-
-    Raises:
-      MissingExtraError: the assembler is not installed.
-      OSError: the compiler is not installed.
+    Raises MissingExtraError without the assembler, OSError without the compiler.
     """
     case, target = CASES[name], topology.GPUS[gpu]
     kernels = kernels_of(case)
@@ -251,11 +198,7 @@ class Assembled(NamedTuple):
 
 
 def assemble(ptx: str, architecture: str) -> Assembled:
-    """Assembles PTX for an architecture, as ``sm_90a``, and disassembles it again.
-
-    Raises:
-      MissingExtraError: the assembler is not installed.
-    """
+    """Assembles PTX for an architecture, as ``sm_90a``, and disassembles it again."""
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(ptx)
@@ -294,22 +237,17 @@ def hot_loop(machine_code: str, marker: str) -> tuple[list, list]:
 
     Of two that add as many, the shorter: the other one is for numbers that are not finite. After
     them come the instructions that stand around it in the next loop, if it is within one.
+    `marker` is the pattern of what each term has one of, in what ``nvdisasm -c`` prints.
 
-    Args:
-      machine_code: what ``nvdisasm -c`` prints.
-      marker: pattern of what each term has one of.
-
-    Example:
-      >>> code = '''
-      ... .L_x_0:
-      ...         /*0010*/                   FADD R0, R1, -R2 ;
-      ...         /*0020*/                   FADD R3, R3, |R0| ;
-      ...         /*0030*/              @!P0 BRA `(.L_x_0) ;
-      ...         /*0040*/                   EXIT ;
-      ... '''
-      >>> body, around = hot_loop(code, r"FADD.*\\|")
-      >>> [name for name, _ in body], around
-      (['FADD', 'FADD', 'BRA'], [])
+    >>> code = '''
+    ... .L_x_0:
+    ...         /*0010*/                   FADD R0, R1, -R2 ;
+    ...         /*0020*/                   FADD R3, R3, |R0| ;
+    ...         /*0030*/              @!P0 BRA `(.L_x_0) ;
+    ...         /*0040*/                   EXIT ;
+    ... '''
+    >>> [name for name, _ in hot_loop(code, r"FADD.*\\|")[0]]
+    ['FADD', 'FADD', 'BRA']
     """
     instructions, labels, loops = [], {}, []
     for line in machine_code.splitlines():
@@ -320,19 +258,13 @@ def hot_loop(machine_code: str, marker: str) -> tuple[list, list]:
             target = re.search(r"`\((\.L\w+)\)", found[3])
             if found[2].startswith("BRA") and target and target[1] in labels:
                 loops.append((labels[target[1]], len(instructions)))
-    innermost = [
-        (a, b)
-        for a, b in loops
-        if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in loops)
-    ]
+    inside = lambda a, b: any(a <= c and d <= b and (c, d) != (a, b) for c, d in loops)
+    innermost = [(a, b) for a, b in loops if not inside(a, b)]
     if not innermost:
         return [], []
     a, b = max(innermost, key=lambda ab: (_count(marker, instructions[slice(*ab)]), ab[0] - ab[1]))
-    c, d = min(
-        ((c, d) for c, d in loops if c <= a and b <= d and (c, d) != (a, b)),
-        key=lambda cd: cd[1] - cd[0],
-        default=(a, b),
-    )
+    outside = [(c, d) for c, d in loops if c <= a and b <= d and (c, d) != (a, b)]
+    c, d = min(outside, key=lambda cd: cd[1] - cd[0], default=(a, b))
     return instructions[a:b], instructions[c:a] + instructions[b:d]
 
 
@@ -362,17 +294,11 @@ def row(name: str, gpu: str, case: Case, kernel: Kernel, assembled: Assembled) -
     registers = said(r"Used (\d+) registers")
     shared = said(r"(\d+) bytes smem")
     blocks = _blocks_per_core(target, registers, kernel.threads, shared)
-    return Row(
-        name,
-        gpu,
-        {kind: count / terms for kind, count in kinds.most_common()},
-        registers,
-        said(r"(\d+) bytes spill (?:stores|loads)"),
-        shared,
-        blocks * -(-kernel.threads // 32),
-        kernel.blocks / (blocks * target.cores),
-        _share(case, target, body, terms),
-    )
+    spilled = said(r"(\d+) bytes spill (?:stores|loads)")
+    by_kind = {kind: count / terms for kind, count in kinds.most_common()}
+    fitting = blocks * -(-kernel.threads // 32), kernel.blocks / (blocks * target.cores)
+    share = _share(case, target, body, terms)
+    return Row(name, gpu, by_kind, registers, spilled, shared, *fitting, share)
 
 
 def _blocks_per_core(target: topology.Gpu, registers: int, threads: int, shared_bytes: int) -> int:

@@ -13,12 +13,12 @@ The contestants take turns, and every ratio is the median over turns, so that ot
 machine falls on all. The first steps, which compile, are timed apart.
 """
 
-import argparse
 import os
 from collections.abc import Callable
 
 import jax
 
+import benchmarks
 from adder_flax import ops, training
 from adder_flax.experiments import common
 from adder_flax.training import sharding
@@ -110,9 +110,7 @@ def compare(steps: dict[str, Callable], reference: str, rounds: int) -> Timings:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmarks.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="steps of each contestant")
     rounds = parser.parse_args().rounds
     print(ops.backend_report().splitlines()[0])

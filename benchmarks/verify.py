@@ -11,7 +11,6 @@ solution, and the cosine between the solutions with factors and with F itself, i
 median. Where they are not here, images and words are imitated in their shapes.
 """
 
-import argparse
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import ml_collections
 from flax import nnx
 
+import benchmarks
 import kfac
 from adder_flax import data, experiment, ops, training
 
@@ -84,14 +84,8 @@ def lines(report: kfac.Report) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a table.
-
-    Args:
-      arguments: command line; None for that of the process.
-    """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Prints a table."""
+    parser = benchmarks.parser(__doc__)
     parser.add_argument("configs", nargs="*", default=CONFIGS, help="experiments by name")
     parser.add_argument("--examples", type=int, default=8)
     parser.add_argument("--depth", type=int, default=2, help="blocks at most")

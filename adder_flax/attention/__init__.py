@@ -3,7 +3,6 @@
 Layout as in Flax: query, key and value are (..., length, num_heads, head_dim).
 """
 
-from adder_flax.attention._adder import adder_attention, adder_scores
 from adder_flax.attention._additive import (
     LAYER_NORM_EPSILON,
     additive_attention,
@@ -11,10 +10,7 @@ from adder_flax.attention._additive import (
     additive_scores,
 )
 from adder_flax.attention._attend import attend, attention_function, resolve_scale
-from adder_flax.attention._bilinear import bilinear_attention, bilinear_scores
 from adder_flax.attention._capture import attention_map, capture_attention
-from adder_flax.attention._dot import dot_product_attention, dot_scores
-from adder_flax.attention._gaussian import gaussian_attention, gaussian_scores
 from adder_flax.attention._multi_head import MultiHeadAttention
 from adder_flax.attention._registry import (
     SCORES,
@@ -23,6 +19,16 @@ from adder_flax.attention._registry import (
     get_score,
     masked_softmax,
     register_score,
+)
+from adder_flax.attention._scores import (
+    adder_attention,
+    adder_scores,
+    bilinear_attention,
+    bilinear_scores,
+    dot_product_attention,
+    dot_scores,
+    gaussian_attention,
+    gaussian_scores,
 )
 from adder_flax.attention._seq2seq import AdditiveAttention, BilinearAttention, SequenceAttention
 

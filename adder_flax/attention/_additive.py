@@ -1,5 +1,7 @@
 """Additive (Bahdanau) attention: s = vᵀ tanh(W_q q + W_k k + b)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -9,8 +11,8 @@ from adder_flax import ops
 from adder_flax.arrays import AnyArray
 from adder_flax.attention._attend import Attended, attend, attention_function
 from adder_flax.attention._curvature import project_heads, tap_heads
-from adder_flax.attention._dot import dot_scores
 from adder_flax.attention._registry import Score, ScoreParameter, register_score
+from adder_flax.attention._scores import dot_scores
 from adder_flax.settings import AdditiveOptions
 
 LAYER_NORM_EPSILON = 1e-6
@@ -173,31 +175,18 @@ def additive_attention(
     Source: Bahdanau et al., 2015, https://arxiv.org/abs/1409.0473.
 
     Args:
-      query: (..., q_length, num_heads, query_dim).
-      key: (..., k_length, num_heads, key_dim); its width may differ from the query's.
-      value: (..., k_length, num_heads, value_dim).
+      query, key, value: as of `attend`; query and key may differ in width.
       query_kernel, key_kernel: W_q and W_k, one matrix per head.
       v: the vector that turns hidden units into a score, one per head.
       hidden_bias: b, inside tanh (`bias` is the attention bias, outside).
-      norm_scale: scale of a LayerNorm of W_q q + W_k k, whose shift is then b; None for no
-        LayerNorm.
-      **options: those of `attend`.
-
-    Returns:
-      (..., q_length, num_heads, value_dim), and the weights if `return_weights`.
+      norm_scale: scale of a LayerNorm of W_q q + W_k k, whose shift is then b; None for none.
+      **options: those of `attend`, whose result is given back.
 
     >>> query, key, kernel = jnp.ones((2, 5, 3, 8)), jnp.ones((2, 7, 3, 4)), jnp.ones((3, 8, 6))
-    >>> out = additive_attention(
-    ...     query, key, key, query_kernel=kernel, key_kernel=kernel[:, :4], v=jnp.ones((3, 6))
-    ... )
-    >>> out.shape
+    >>> learned = dict(query_kernel=kernel, key_kernel=kernel[:, :4], v=jnp.ones((3, 6)))
+    >>> additive_attention(query, key, key, **learned).shape
     (2, 5, 3, 4)
     """
-    parameters = dict(
-        query_kernel=query_kernel,
-        key_kernel=key_kernel,
-        v=v,
-        bias=hidden_bias,
-        norm_scale=norm_scale,
-    )
+    parameters: dict[str, Any] = dict(query_kernel=query_kernel, key_kernel=key_kernel, v=v)
+    parameters |= dict(bias=hidden_bias, norm_scale=norm_scale)
     return attend(query, key, value, score="additive", parameters=parameters, **options)

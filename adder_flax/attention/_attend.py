@@ -3,21 +3,22 @@
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from adder_flax import ops, recorder
 from adder_flax.arrays import AnyArray
 from adder_flax.attention._curvature import KEY_BIASED, TEMPERED, captures, tap_heads
-from adder_flax.attention._flax import refuse_unknown, said_by_flax
 from adder_flax.attention._registry import Score, get_score, masked_softmax
-from adder_flax.attention._visibility import (
+from adder_flax.attention.checks import (
     check_own_keys,
     identity_map,
     mask_of_pairs,
@@ -120,7 +121,7 @@ def attend(
     >>> out.shape, weights.shape, bool(jnp.allclose(weights.sum(-1), 2.0))
     ((2, 5, 3, 8), (2, 3, 5, 5), True)
     """
-    refuse_unknown(flax_options, [p.name for p in _options()])
+    _refuse_unknown(flax_options, [p.name for p in _options()])
     contract = get_score(score)
     identity = contract.identity if identity is None else identity
     _check_shapes(query, key, value)
@@ -134,9 +135,7 @@ def attend(
 
     rate = 0.0 if deterministic else dropout_rate
     _check_dropout(rate, dropout_rng)
-    arrays = {
-        name: parameter for name, parameter in (parameters or {}).items() if parameter is not None
-    }
+    arrays = {name: array for name, array in (parameters or {}).items() if array is not None}
     raw_scores = functools.partial(contract.raw_scores, options=score_options)
     factor = resolve_scale(contract, scale, key.shape[-1]) / _per_head(temperature)
     cooling = 1.0 if log_temperature is None else _per_head(jnp.exp(-log_temperature))
@@ -153,22 +152,11 @@ def attend(
 
     with _matmul_precision(precision):
         if key_block is not None and not map_is_wanted:
-            output = _in_blocks(
-                contract,
-                raw_scores,
-                arrays,
-                query,
-                key,
-                value,
-                scale=factor * cooling,
-                bias=bias,
-                mask=mask,
-                is_causal=is_causal,
-                own=own,
-                dropout_rate=rate,
-                dropout_key=dropout_rng,
-                key_block=key_block,
+            how: dict[str, Any] = dict(
+                scale=factor * cooling, bias=bias, mask=mask, is_causal=is_causal
             )
+            how |= dict(dropout_rate=rate, dropout_key=dropout_rng, key_block=key_block)
+            output = _in_blocks(contract, raw_scores, arrays, query, key, value, own=own, **how)
             return jnp.swapaxes(output, -2, -3)
         scores = raw_scores(query, key, arrays) * factor
         if log_temperature is not None:
@@ -199,7 +187,7 @@ def attention_function(function: Callable[..., Attended]) -> Callable[..., Atten
 
     @functools.wraps(function)
     def attending(*args: Any, **options: Any) -> Attended:
-        return function(*args, **options | said_by_flax(options.get("mask")))
+        return function(*args, **options | _said_by_flax(options.get("mask")))
 
     own = inspect.signature(function).parameters.values()
     own = [p for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -208,6 +196,51 @@ def attention_function(function: Callable[..., Attended]) -> Callable[..., Atten
     others = inspect.Parameter("flax_options", inspect.Parameter.VAR_KEYWORD)
     attending.__signature__ = inspect.Signature([*own, *shared, others])  # pyright: ignore[reportAttributeAccessIssue]
     return attending
+
+
+_FILES = ("flax.nnx.nn.attention", "flax.linen.attention")
+
+
+def _said_by_flax(mask: Any) -> dict[str, Any]:
+    """Options of `attend` that a calling module of Flax means; none where no such module calls.
+
+    Its masks are numbers 0 and 1, which are floating by default. When it decodes, the newest token
+    is the query and all others come from a cache; of the place there it has a local variable, and
+    no word for `attention_fn`.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") not in _FILES:
+        frame = frame.f_back
+    if frame is None:
+        return {}
+    means: dict[str, Any] = {}
+    if mask is not None:
+        means["mask"] = mask != 0 if isinstance(mask, Tracer) else ops.as_mask(mask)
+    if "cur_index" in frame.f_locals:
+        means["query_position"] = frame.f_locals["cur_index"]
+    return means
+
+
+def _refuse_unknown(options: Mapping[str, Any], known: list[str]) -> None:
+    """Refuses options that are none of Flax's attention functions, or not at their defaults."""
+    for name, value in options.items():
+        if name not in _defaults():
+            raise TypeError(
+                f"attention expects options from {known}, got {name!r}; correct its name."
+            )
+        if value is not _defaults()[name] and value != _defaults()[name]:
+            raise ValueError(
+                f"expected {name!r} at Flax's default, got {value!r}; leave it out: this attention "
+                "has no such option."
+            )
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    from flax import linen  # imported only when a Flax module asks for more than `attend` names
+
+    functions: list[Callable] = [nnx.dot_product_attention, linen.dot_product_attention]
+    return {p.name: p.default for f in functions for p in inspect.signature(f).parameters.values()}
 
 
 def _options() -> list[inspect.Parameter]:
@@ -299,9 +332,7 @@ def _in_blocks(
             f"key_block expects a score that softmax normalises, got {contract.name!r}, which "
             "brings its own; leave key_block out."
         )
-    score = lambda query, key, *values: raw_scores(
-        query, key, dict(zip(arrays, values, strict=True))
-    )
+    score = lambda q, k, *values: raw_scores(q, k, dict(zip(arrays, values, strict=True)))
     group = query.shape[-3] // value.shape[-3]
     value = jnp.repeat(value, group, axis=-3)
     output = ops.fused_attention(score, query, key, value, tuple(arrays.values()), **options)
@@ -318,9 +349,8 @@ def _biased(scores: Array, bias: AnyArray, key_bias: AnyArray | None) -> Array:
     """Scores with all biases, of which that of the keys has curvature."""
     if key_bias is None:
         return scores + bias
-    return tap_heads(
-        KEY_BIASED, {"key_bias": key_bias}, scores, scores + bias, per_head=key_bias.ndim > 1
-    )
+    own, per_head = {"key_bias": key_bias}, key_bias.ndim > 1
+    return tap_heads(KEY_BIASED, own, scores, scores + bias, per_head=per_head)
 
 
 def _check_dropout(rate: float | Array, rng: Array | None) -> None:

@@ -37,7 +37,6 @@ def capture_attention(
       ValueError: nothing attends through this library, or does so inside `jax.lax.cond` or
         `jax.lax.while_loop`.
 
-    >>> import jax.numpy as jnp
     >>> from adder_flax.models import VisionTransformer
     >>> model = VisionTransformer(
     ...     image_size=8,

@@ -90,9 +90,8 @@ class MultiHeadAttention(nnx.Module):
         self.set_dropout_rate(dropout_rate)
         self.dtype = dtype
 
-        shared: dict[str, Any] = dict(
-            use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
+        shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        shared["use_bias"] = use_bias
         kv_features = self.num_kv_heads * self.head_dim
         self.query = qkv_linear(in_features, qkv_features, **shared)
         self.key = qkv_linear(in_kv_features, kv_features, **shared)

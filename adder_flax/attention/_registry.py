@@ -65,15 +65,6 @@ class ScoreParameter:
         return state_facts(parameter, role="weight", decay=False) if self.is_weight else parameter
 
 
-def _no_parameters(num_heads: int, query_dim: int, key_dim: int) -> dict[str, ScoreParameter]:
-    del num_heads, query_dim, key_dim
-    return {}
-
-
-def _inverse_sqrt(head_dim: int) -> float:
-    return head_dim**-0.5
-
-
 @dataclasses.dataclass(frozen=True)
 class Score:
     """The contract of a score function.
@@ -107,9 +98,9 @@ class Score:
 
     name: str
     function: Callable[..., Array]
-    parameters: Callable[..., Mapping[str, ScoreParameter]] = _no_parameters
+    parameters: Callable[..., Mapping[str, ScoreParameter]] = lambda *_: {}
     options: type | None = None
-    scale: Callable[[int], float] = _inverse_sqrt
+    scale: Callable[[int], float] = lambda head_dim: head_dim**-0.5
     variance: Callable[[int], float] | None = None
     identity: bool = False
     normalize: Callable[[Array, Array | None], Array] = masked_softmax
@@ -131,11 +122,8 @@ class Score:
 
     @property
     def _options(self) -> dict[str, dataclasses.Field]:
-        return (
-            {}
-            if self.options is None
-            else {field.name: field for field in dataclasses.fields(self.options)}
-        )
+        fields = () if self.options is None else dataclasses.fields(self.options)
+        return {field.name: field for field in fields}
 
     def own_options(self, options: Any) -> Options:
         """All options of this score: of all scores' settings its own, of a mapping every one, which
@@ -167,9 +155,8 @@ class Score:
         self, num_heads: int, query_dim: int, key_dim: int, options: Mapping[str, Any] | None = None
     ) -> Mapping[str, ScoreParameter]:
         """The learned arrays for these widths and options, by name."""
-        return self.parameters(
-            num_heads, query_dim, key_dim, **self._options_of(self.parameters, options)
-        )
+        chosen = self._options_of(self.parameters, options)
+        return self.parameters(num_heads, query_dim, key_dim, **chosen)
 
     def raw_scores(
         self,
@@ -189,19 +176,15 @@ class Score:
             return self.function(query, key, **parameters, **chosen)
         group = heads // kv_heads
         query = query.reshape(*batch, kv_heads, group, q_length, width)
-        parameters = {
-            name: p.reshape(kv_heads, group, *p.shape[1:]) for name, p in parameters.items()
-        }
+        grouped = lambda array: array.reshape(kv_heads, group, *array.shape[1:])
+        parameters = {name: grouped(array) for name, array in parameters.items()}
         scores = self.function(query, key[..., None, :, :], **parameters, **chosen)
         return scores.reshape(*batch, heads, q_length, key.shape[-2])
 
     def _options_of(self, function: Callable, options: Mapping[str, Any] | None) -> dict[str, Any]:
         """Options that a function of this score takes."""
-        return {
-            name: value
-            for name, value in self.own_options(options).items()
-            if name in _keywords(function)
-        }
+        known = _keywords(function)
+        return {name: x for name, x in self.own_options(options).items() if name in known}
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Single-head attention of sequence-to-sequence models, from decoder states to encoder states."""
 
 import dataclasses
+from typing import Any
 
 import flax.nnx as nnx
 import jax.numpy as jnp
@@ -11,8 +12,7 @@ from adder_flax.arrays import AnyArray
 from adder_flax.attention._attend import attend
 from adder_flax.attention._multi_head import value_of
 from adder_flax.attention._registry import get_score
-from adder_flax.attention._visibility import check_pairs
-from adder_flax.attention.checks import check_no_identity, check_temperature
+from adder_flax.attention.checks import check_no_identity, check_pairs, check_temperature
 from adder_flax.settings import AttentionSettings, keywords_of
 
 
@@ -114,10 +114,8 @@ class AdditiveAttention(SequenceAttention):
       key_features: d_h, width of the encoder states h.
       hidden_dim: d_a; by default where the parameter count meets that of `BilinearAttention`.
       layer_norm: LayerNorm of the sum inside tanh, against saturation; b is then its shift.
-      settings: as of `SequenceAttention`, whose keywords but `score` and `score_options` are taken;
+      settings, param_dtype, rngs: as of `SequenceAttention`, but for `score` and `score_options`;
         `scale` is 1 by default.
-      param_dtype: dtype of the parameters.
-      rngs: initialisation keys.
 
     >>> attention = AdditiveAttention(6, 8, rngs=nnx.Rngs(0))
     >>> attention(jnp.ones((2, 5, 6)), jnp.ones((2, 7, 8))).shape
@@ -130,21 +128,16 @@ class AdditiveAttention(SequenceAttention):
         query_features: int,
         key_features: int,
         *,
+        settings: AttentionSettings = AttentionSettings(),
         hidden_dim: int | None = None,
         layer_norm: bool = False,
-        settings: AttentionSettings = AttentionSettings(),
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        super().__init__(
-            query_features,
-            key_features,
-            settings=settings,
-            score="additive",
-            score_options=dict(hidden_dim=hidden_dim, layer_norm=layer_norm),
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
+        options = dict(hidden_dim=hidden_dim, layer_norm=layer_norm)
+        settings = dataclasses.replace(settings, score="additive", score_options=options)
+        own: dict[str, Any] = dict(settings=settings, param_dtype=param_dtype, rngs=rngs)
+        super().__init__(query_features, key_features, **own)
 
 
 class BilinearAttention(SequenceAttention):
@@ -152,13 +145,8 @@ class BilinearAttention(SequenceAttention):
 
     Source: Luong et al., 2015, "general".
 
-    Args:
-      query_features: d_s, width of the decoder states s.
-      key_features: d_h, width of the encoder states h.
-      settings: as of `SequenceAttention`, whose keywords but `score` and `score_options` are taken;
-        `scale` is 1/√d_h by default.
-      param_dtype: dtype of the parameters.
-      rngs: initialisation keys.
+    Arguments are as of `SequenceAttention`, but for `score` and `score_options`; `scale` is 1/√d_h
+    by default.
 
     >>> attention = BilinearAttention(6, 8, rngs=nnx.Rngs(0))
     >>> attention(jnp.ones((2, 5, 6)), jnp.ones((2, 7, 8))).shape
@@ -175,12 +163,6 @@ class BilinearAttention(SequenceAttention):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        super().__init__(
-            query_features,
-            key_features,
-            settings=settings,
-            score="bilinear",
-            score_options=None,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
+        settings = dataclasses.replace(settings, score="bilinear", score_options=None)
+        own: dict[str, Any] = dict(settings=settings, param_dtype=param_dtype, rngs=rngs)
+        super().__init__(query_features, key_features, **own)

@@ -1,22 +1,14 @@
-"""Checks of shapes and settings that functions and modules share, each with one clear message."""
+"""Checks that functions and modules share, each with one clear message; which keys a query sees."""
 
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from adder_flax import ops
 from adder_flax.arrays import AnyArray
 
 
-def require_equal_widths(name: str, query: AnyArray, key: AnyArray) -> None:
-    """Checks that vectors are of one width, for a score that compares coordinates.
-
-    Raises ValueError where they are not.
-    """
-    if query.shape[-1] != key.shape[-1]:
-        raise ValueError(
-            f"{name} scores expect query and key of one head_dim, got {query.shape[-1]} and "
-            f"{key.shape[-1]}; project them to one width or use the bilinear or additive score."
-        )
-
-
 def check_heads(qkv_features: int, num_heads: int, num_kv_heads: int) -> None:
-    """Raises ValueError unless the width divides into heads and the query heads into groups."""
+    """Refuses a width that does not divide into heads, or query heads that do not into groups."""
     if qkv_features % num_heads:
         raise ValueError(
             f"expected a width divisible by num_heads, got width {qkv_features} and {num_heads} "
@@ -30,7 +22,7 @@ def check_heads(qkv_features: int, num_heads: int, num_kv_heads: int) -> None:
 
 
 def check_no_identity(identity: bool | None) -> None:
-    """Raises ValueError where the identity map is asked for between two sequences."""
+    """Refuses the identity map between two sequences."""
     if identity:
         raise ValueError(
             "expected no identity map between two sequences, whose positions are not the same, got "
@@ -39,9 +31,111 @@ def check_no_identity(identity: bool | None) -> None:
 
 
 def check_temperature(temperature: float | str) -> None:
-    """Raises ValueError unless the temperature is a positive number or "learned"."""
+    """Refuses what is neither a positive number nor "learned"."""
     if temperature != "learned" and (isinstance(temperature, str) or temperature <= 0):
         raise ValueError(
             f"expected a positive temperature or 'learned', got {temperature!r}; 1.0 leaves the "
             "scores alone."
         )
+
+
+Shape = tuple[int, ...]
+"""(*batch, heads, q_length, k_length)"""
+
+
+def mask_of_pairs(mask: AnyArray | None, shape: Shape) -> Bool[Array, "..."] | None:
+    """The mask as booleans."""
+    if mask is None:
+        return None
+    mask = ops.as_mask(mask)
+    check_broadcasts("mask", mask, shape)
+    return mask
+
+
+def total_bias(bias: AnyArray | None, key_bias: AnyArray | None, shape: Shape) -> AnyArray | None:
+    """The sum of both biases."""
+    if bias is not None:
+        if jnp.issubdtype(jnp.result_type(bias), jnp.bool_):
+            raise ValueError(
+                "expected a bias of numbers that are added to the scores, got booleans; pass them "
+                "as mask."
+            )
+        check_broadcasts("bias", bias, shape)
+    if key_bias is None:
+        return bias
+    key_bias = key_bias[..., None, :]
+    return key_bias if bias is None else bias + key_bias
+
+
+def visible(mask: Array | None, bias: AnyArray | None) -> Array | None:
+    """Which keys each query may see, causality left out; None where all."""
+    if bias is None:
+        return mask
+    allowed = jnp.greater(bias, -jnp.inf)
+    return allowed if mask is None else jnp.logical_and(mask, allowed)
+
+
+def with_causal(mask: Array | None, shape: Shape, query_position: int | Array | None = None):
+    """The mask of keys that do not come after a query's own."""
+    own = _own_positions(shape[-2], query_position)
+    causal = jnp.arange(shape[-1]) <= own[:, None]
+    return causal if mask is None else jnp.logical_and(mask, causal)
+
+
+def identity_map(shape: Shape, query_position: int | Array | None, dtype) -> Array:
+    """1 for each query's own key, else 0."""
+    own = _own_positions(shape[-2], query_position)
+    return (jnp.arange(shape[-1]) == own[:, None]).astype(dtype)
+
+
+def own_values(
+    value: Float[Array, "*batch k_length dim"], q_length: int, query_position: int | Array | None
+) -> Float[Array, "*batch q_length dim"]:
+    """The value of each query's own key; NaN where there is no such key."""
+    if query_position is None:
+        return value
+    own = _own_positions(q_length, query_position)
+    return jnp.take(value, own, axis=-2, mode="fill", fill_value=jnp.nan)
+
+
+def check_own_keys(shape: Shape, identity: bool, is_causal: bool) -> None:
+    """Refuses what needs to know queries' own keys, as in self-attention, where they are not."""
+    q_length, k_length = shape[-2:]
+    if q_length != k_length and (identity or is_causal):
+        option = "identity" if identity else "is_causal"
+        raise ValueError(
+            f"{option} expects self-attention, as many queries as keys, got {q_length} and "
+            f"{k_length}; where keys come from a cache, pass the first query's place among them as "
+            f"query_position, and between two sequences {option}=False."
+        )
+
+
+def _own_positions(q_length: int, query_position: int | Array | None) -> Int[Array, " q_length"]:
+    return jnp.arange(q_length) + (0 if query_position is None else query_position)
+
+
+def check_broadcasts(
+    name: str, array: AnyArray | None, shape: Shape, *, axes: str = "heads, q_length, k_length"
+) -> None:
+    """Refuses a mask or bias of this name that does not broadcast to the shape."""
+    got = () if array is None else jnp.shape(array)
+    try:
+        fits = jnp.broadcast_shapes(got, shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        ways = {"(batch, k_length)": f"{name}[:, None, {'None, ' * axes.startswith('heads')}:]"}
+        if axes.startswith("heads"):
+            ways["(batch, q_length, k_length)"] = f"{name}[:, None]"
+        raise ValueError(
+            f"expected a {name} that broadcasts to (*batch, {axes}) = {shape}, got {got}; "
+            + ", ".join(f"one of shape {given} goes in as {way}" for given, way in ways.items())
+            + "."
+        )
+
+
+def check_pairs(query: AnyArray, key: AnyArray, **arrays: AnyArray | None) -> None:
+    """Refuses a mask or bias that does not broadcast to the pairs of one head."""
+    shape = (*query.shape[:-1], key.shape[-2])
+    for name, array in arrays.items():
+        check_broadcasts(name, array, shape, axes="q_length, k_length")

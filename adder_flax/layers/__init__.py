@@ -1,8 +1,6 @@
 """What a transformer block is made of."""
 
-from adder_flax.layers._block import Block
-from adder_flax.layers._dropout import Dropout, DropPath, drop_path_factors
-from adder_flax.layers._layer_scale import LayerScale, scale_features
+from adder_flax.layers._block import Block, Mlp
 from adder_flax.layers._linear import (
     AdderLinear,
     Identity,
@@ -13,10 +11,18 @@ from adder_flax.layers._linear import (
     linear_class,
     report_adder,
 )
-from adder_flax.layers._mlp import Mlp, gelu
-from adder_flax.layers._norm import LayerNorm, is_over_last_axis, normalized
-from adder_flax.layers._patch_embed import PatchEmbed, image_to_patches
-from adder_flax.layers._stem import Convolution, neighbourhoods
+from adder_flax.layers._patch_embed import Convolution, PatchEmbed, image_to_patches, neighbourhoods
+from adder_flax.layers._tokenwise import (
+    Dropout,
+    DropPath,
+    LayerNorm,
+    LayerScale,
+    drop_path_factors,
+    gelu,
+    is_over_last_axis,
+    normalized,
+    scale_features,
+)
 
 __all__ = [
     "AdderLinear",

@@ -1,5 +1,6 @@
-"""A transformer block."""
+"""A transformer block and its feed-forward part."""
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.nnx as nnx
@@ -8,13 +9,61 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from adder_flax import recorder
+from adder_flax.arrays import AnyArray
 from adder_flax.attention import MultiHeadAttention
-from adder_flax.layers._dropout import Dropout, DropPath
-from adder_flax.layers._layer_scale import LayerScale
-from adder_flax.layers._linear import linear_class
-from adder_flax.layers._mlp import Mlp
-from adder_flax.layers._norm import LayerNorm
+from adder_flax.layers._linear import Linear, linear_class
+from adder_flax.layers._tokenwise import Dropout, DropPath, LayerNorm, LayerScale, gelu
+from adder_flax.parameters import name_axis
 from adder_flax.settings import BlockSettings, keywords_of
+
+
+class Mlp(nnx.Module):
+    """fc2(dropout(gelu(fc1(x)))) with the exact (erf) GELU, as in ViT.
+
+    Args:
+      in_features: width of input and output.
+      hidden_features: width between the layers.
+      linear: what makes the two layers, `Linear` or `AdderLinear` with its options bound.
+      dropout_rate: dropout after the activation and after the second layer.
+      dtype, param_dtype: see `Linear`.
+      rngs: initialisation keys.
+
+    >>> Mlp(8, 32, rngs=nnx.Rngs(0))(jnp.ones((2, 5, 8))).shape
+    (2, 5, 8)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        linear: Callable[..., nnx.Module] = Linear,
+        dropout_rate: float = 0.0,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.fc1: Any = linear(in_features, hidden_features, **shared)
+        self.fc2: Any = linear(hidden_features, in_features, **shared)
+        # Columns of the one and rows of the other belong to a hidden unit: where these are split
+        # over devices, GELU needs nothing from another device, and one sum behind fc2 puts the
+        # parts together.
+        name_axis(getattr(self.fc1, "kernel", None), -1, "hidden")
+        name_axis(getattr(self.fc2, "kernel", None), 0, "hidden")
+        self.dropout = Dropout(dropout_rate)
+
+    def __call__(
+        self,
+        inputs: Float[AnyArray, "*batch in_features"],
+        *,
+        deterministic: bool = True,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "*batch in_features"]:
+        hidden = gelu(self.fc1(inputs.reshape(-1, inputs.shape[-1])))
+        hidden = self.dropout(hidden, deterministic=deterministic, rngs=rngs)
+        outputs = self.dropout(self.fc2(hidden), deterministic=deterministic, rngs=rngs)
+        return outputs.reshape(inputs.shape)
 
 
 class Block(nnx.Module):
@@ -63,7 +112,11 @@ class Block(nnx.Module):
     ):
         shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.norm_position = settings.norm_position
-        check_norm_position(settings.norm_position)
+        if settings.norm_position not in ("pre", "post"):
+            raise ValueError(
+                f"expected norm_position 'pre' or 'post', got {settings.norm_position!r}; choose "
+                "one of these."
+            )
         self.norm1 = LayerNorm(width, epsilon=settings.norm_epsilon, **shared)
         self.attention = MultiHeadAttention(
             num_heads,
@@ -74,9 +127,8 @@ class Block(nnx.Module):
             out_linear=linear_class(settings.proj_linear, settings.adder_options),
             **shared,
         )
-        self.layer_scale1 = LayerScale(
-            width, settings.layer_scale, dtype=dtype, param_dtype=param_dtype
-        )
+        kept: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
+        self.layer_scale1 = LayerScale(width, settings.layer_scale, **kept)
         self.norm2 = LayerNorm(width, epsilon=settings.norm_epsilon, **shared)
         self.mlp = Mlp(
             width,
@@ -85,9 +137,7 @@ class Block(nnx.Module):
             dropout_rate=settings.dropout_rate,
             **shared,
         )
-        self.layer_scale2 = LayerScale(
-            width, settings.layer_scale, dtype=dtype, param_dtype=param_dtype
-        )
+        self.layer_scale2 = LayerScale(width, settings.layer_scale, **kept)
         self.dropout = Dropout(settings.dropout_rate)
         self.drop_path = DropPath(settings.drop_path_rate)
 
@@ -119,26 +169,14 @@ class Block(nnx.Module):
         between = tokens + self.drop_path(self.layer_scale1(attended), factors=factors[0], **random)
         between = between if pre else self.norm1(between)
         transformed = self.mlp(self.norm2(between) if pre else between, **random)
-        output = between + self.drop_path(
-            self.layer_scale2(transformed), factors=factors[1], **random
-        )
+        scaled = self.layer_scale2(transformed)
+        output = between + self.drop_path(scaled, factors=factors[1], **random)
         output = output if pre else self.norm2(output)
-        report_block(tokens, looked_at, output)
+        _report(tokens, looked_at, output)
         return output
 
 
-def check_norm_position(position: str) -> None:
-    """Raises ValueError for an unknown place of LayerNorm."""
-    if position not in ("pre", "post"):
-        raise ValueError(
-            f"expected norm_position 'pre' or 'post', got {position!r}; choose one of these."
-        )
-
-
-def report_block(tokens: Array, normalized: Array, output: Array) -> None:
-    """Tells the `adder_flax.recorder` what enters a block, what its attention looks at, and what
-    leaves it.
-    """
+def _report(tokens: Array, normalized: Array, output: Array) -> None:
     arrays = {"tokens": tokens, "normalized": normalized, "output": output}
     branches = (
         ("attention", ("norm1", "attention", "layer_scale1")),

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 import kfac
 from adder_flax import ops, recorder
 from adder_flax.attention import LAYER_NORM_EPSILON
-from adder_flax.layers._norm import LayerNorm
+from adder_flax.layers._tokenwise import LayerNorm
 from adder_flax.parameters import as_attribute, state_facts
 from adder_flax.settings import AdderSettings
 
@@ -153,9 +153,8 @@ class AdderLinear(nnx.Module):
         self.x_gradient: ops.RuleName = x_gradient
         self.w_gradient: ops.RuleName = w_gradient
         self.hardtanh_slope = hardtanh_slope
-        self.squared_share = (
-            0.0  # a number, not an array: off, it leaves no second product in the program
-        )
+        # A number, not an array: off, it leaves no second product in the program.
+        self.squared_share = 0.0
         self.dtype = dtype
         initialise = nnx.initializers.normal(initial_scale)
         kernel = nnx.Param(initialise(rngs.params(), (in_features, out_features), param_dtype))
@@ -186,9 +185,7 @@ class AdderLinear(nnx.Module):
             )
         rows = inputs.reshape(-1, inputs.shape[-1])
         sums = self.sums(rows)
-        report_adder(
-            rows, self.kernel[...], sums, self.x_gradient, self.w_gradient, self.hardtanh_slope
-        )
+        report_adder(rows, self.kernel[...], sums, **_rules_of(self))
         if self.norm is not None:
             outputs = self.norm(sums).astype(self._dtype(inputs))
         else:
@@ -207,13 +204,7 @@ class AdderLinear(nnx.Module):
         share = self.squared_share
 
         def l1(rows: Array | np.ndarray, kernel: Array) -> Array:
-            return ops.adder_matmul(
-                rows,
-                kernel,
-                x_gradient=self.x_gradient,
-                w_gradient=self.w_gradient,
-                hardtanh_slope=self.hardtanh_slope,
-            )
+            return ops.adder_matmul(rows, kernel, **_rules_of(self))
 
         def mixed(rows: Array | np.ndarray, kernel: Array) -> Array:
             squared = half_squared_distances(rows, kernel)
@@ -242,19 +233,20 @@ class AdderLinear(nnx.Module):
         return jnp.result_type(inputs, self.kernel[...]) if self.dtype is None else self.dtype
 
 
+def _rules_of(layer: Any) -> dict[str, Any]:
+    """The gradient rules of an adder layer, as `ops.adder_matmul` takes them."""
+    return {name: getattr(layer, name) for name in ("x_gradient", "w_gradient", "hardtanh_slope")}
+
+
 def report_adder(
-    rows: Array | np.ndarray,
-    kernel: Array | np.ndarray,
-    sums: Array,
-    x_gradient: ops.RuleName,
-    w_gradient: ops.RuleName,
-    hardtanh_slope: float,
+    *arrays: Array | np.ndarray, x_gradient: str, w_gradient: str, hardtanh_slope: float
 ) -> None:
-    """Tells the `adder_flax.recorder` what an adder layer is given and sums up, and a slope that
+    """Tells the `adder_flax.recorder` the rows, kernel and sums of a layer, and a slope that
     clips.
     """
     slope = hardtanh_slope if "hardtanh" in (x_gradient, w_gradient) else None
-    recorder.report("adder", {"rows": rows, "kernel": kernel, "sums": sums}, hardtanh_slope=slope)
+    named = dict(zip(("rows", "kernel", "sums"), arrays, strict=True))
+    recorder.report("adder", named, hardtanh_slope=slope)
 
 
 def half_squared_distances(
@@ -263,9 +255,8 @@ def half_squared_distances(
 ) -> Float[Array, "rows out_features"]:
     """-Σ_k (x[k] - w[k, o])² / 2 by one matrix product, in float32 or wider.
 
-    >>> half_squared_distances(
-    ...     jnp.array([[1.0, 2.0]]), jnp.array([[0.0, 1.0], [2.0, 5.0]])
-    ... ).tolist()
+    >>> kernel = jnp.array([[0.0, 1.0], [2.0, 5.0]])
+    >>> half_squared_distances(jnp.array([[1.0, 2.0]]), kernel).tolist()
     [[-0.5, -4.5]]
     """
     wide = jnp.promote_types(rows.dtype, jnp.float32)
@@ -277,10 +268,8 @@ def half_squared_distances(
 def adder_layers(module: nnx.Module) -> list[AdderLinear]:
     """Returns the adder layers in a module.
 
-    >>> [
-    ...     layer.out_features
-    ...     for layer in adder_layers(nnx.List([AdderLinear(8, 4, rngs=nnx.Rngs(0))]))
-    ... ]
+    >>> layers = nnx.List([AdderLinear(8, 4, rngs=nnx.Rngs(0))])
+    >>> [layer.out_features for layer in adder_layers(layers)]
     [4]
     """
     return [layer for _, layer in nnx.iter_modules(module) if isinstance(layer, AdderLinear)]
@@ -295,12 +284,7 @@ def _curvature(layer: AdderLinear) -> kfac.L1Dense | kfac.Generic:
     """
     if layer.w_gradient == "full":
         return kfac.L1Dense()
-    rules = dict(
-        x_gradient=layer.x_gradient,
-        w_gradient=layer.w_gradient,
-        hardtanh_slope=layer.hardtanh_slope,
-    )
-    return kfac.Generic(_sums, tuple(rules.items()), _pushforward)
+    return kfac.Generic(_sums, tuple(_rules_of(layer).items()), _pushforward)
 
 
 def _sums(params: dict[str, Array], rows: Array, **rules: Any) -> Array:

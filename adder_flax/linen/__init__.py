@@ -12,20 +12,25 @@ random. `_bridge.py` has neither fault. Of what is inside, `capture_intermediate
 alone: `adder_flax.recorder.record` and `adder_flax.attention.capture_attention` see all.
 """
 
-from adder_flax.linen._attention import AdditiveAttention, BilinearAttention, MultiHeadAttention
-from adder_flax.linen._convert import from_nnx, to_nnx
+from adder_flax.linen._attention import MultiHeadAttention
+from adder_flax.linen._bridge import from_nnx, to_nnx
 from adder_flax.linen._layers import (
     AdderLinear,
     DropPath,
+    LayerNorm,
     LayerScale,
     Linear,
-    Mlp,
     NormedLinear,
-    PatchEmbed,
     linear_class,
 )
-from adder_flax.linen._models import Block, VisionTransformer
-from adder_flax.linen._norm import LayerNorm
+from adder_flax.linen._whole import (
+    AdditiveAttention,
+    BilinearAttention,
+    Block,
+    Mlp,
+    PatchEmbed,
+    VisionTransformer,
+)
 
 __all__ = [
     "AdderLinear",

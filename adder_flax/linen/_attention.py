@@ -1,18 +1,16 @@
-"""Linen: multi-head and classical attention, with the parameter names of `adder_flax.attention`."""
+"""Linen: multi-head attention, with the parameter names of `adder_flax.attention`."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from adder_flax import attention
 from adder_flax.attention import attend, get_score
 from adder_flax.attention.checks import check_heads, check_temperature
-from adder_flax.linen._bridge import call_nnx, fields_of
 from adder_flax.linen._layers import TakesKeywords
 from adder_flax.settings import AttentionSettings
 
@@ -55,22 +53,25 @@ class MultiHeadAttention(TakesKeywords):
         deterministic: bool = True,
     ) -> Float[Array, "*batch q_length out_features"]:
         """Attends from `inputs_q` to `inputs_k`; dropout draws from the `dropout` stream."""
-        settings = self._settings()
+        options = get_score(self.settings.score).own_options(self.settings.score_options)
+        settings = dataclasses.replace(self.settings, score_options=options)
         check_temperature(settings.temperature)
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
         query, key, value = self._heads(inputs_q, inputs_k, inputs_v)
+        learned = settings.temperature == "learned"
+        log_temperature = self._zeros("log_temperature") if learned else None
         dropout = self.dropout_rate > 0.0 and not deterministic
         values = attend(
             query,
             key,
             value,
-            **settings.options(self._log_temperature()),
+            **settings.options(log_temperature),
             parameters=self._score_parameters(settings, query.shape[-1], key.shape[-1]),
             bias=bias,
             mask=mask,
             is_causal=is_causal,
-            key_bias=self._key_bias(),
+            key_bias=self._zeros("key_bias", self.key_bias_length),
             dropout_rate=self.dropout_rate,
             dropout_rng=self.make_rng("dropout") if dropout else None,
             broadcast_dropout=False,
@@ -85,13 +86,10 @@ class MultiHeadAttention(TakesKeywords):
     ) -> Array:
         # On flattened rows: XLA's CPU backend trains a dense layer two to three times faster on
         # them.
-        layer = linear(
-            features,
-            use_bias=self.use_bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            name=name,
+        shared: dict[str, Any] = dict(
+            use_bias=self.use_bias, dtype=self.dtype, param_dtype=self.param_dtype
         )
+        layer = linear(features, **shared, name=name)
         return layer(inputs.reshape(-1, inputs.shape[-1])).reshape(*inputs.shape[:-1], features)
 
     def _heads(self, inputs_q: Array, inputs_k: Array, inputs_v: Array) -> list[Array]:
@@ -104,24 +102,15 @@ class MultiHeadAttention(TakesKeywords):
             ("key", inputs_k, kv_heads),
             ("value", inputs_v, kv_heads),
         )
-        return [
-            self._linear(self.qkv_linear, x, heads * head_dim, name).reshape(
-                *x.shape[:-1], heads, head_dim
-            )
-            for name, x, heads in parts
-        ]
-
-    def _settings(self) -> AttentionSettings:
-        options = get_score(self.settings.score).own_options(self.settings.score_options)
-        return dataclasses.replace(self.settings, score_options=options)
+        project = lambda name, x, heads: self._linear(self.qkv_linear, x, heads * head_dim, name)
+        split = lambda name, x, heads: (*x.shape[:-1], heads, head_dim)
+        return [project(*part).reshape(split(*part)) for part in parts]
 
     def _score_parameters(
         self, settings: AttentionSettings, query_dim: int, key_dim: int
     ) -> dict[str, Array]:
-        options = settings.score_options
-        specs = get_score(settings.score).learned_parameters(
-            self.num_heads, query_dim, key_dim, options
-        )
+        sizes = self.num_heads, query_dim, key_dim
+        specs = get_score(settings.score).learned_parameters(*sizes, settings.score_options)
         if not specs:
             return {}
         # A scope of its own, as in the NNX module; a submodule could not be named like the field
@@ -132,80 +121,9 @@ class MultiHeadAttention(TakesKeywords):
             for name, spec in specs.items()
         }
 
-    def _log_temperature(self) -> Array | None:
-        if self.settings.temperature != "learned":
+    def _zeros(self, name: str, *lengths: int | None) -> Array | None:
+        """A parameter of each head that starts at zero; None where it has no length."""
+        if None in lengths:
             return None
-        shape = (self.num_heads,)
-        return self.param("log_temperature", nn.initializers.zeros, shape, self.param_dtype)
-
-    def _key_bias(self) -> Array | None:
-        if self.key_bias_length is None:
-            return None
-        shape = (self.num_heads, self.key_bias_length)
-        return self.param("key_bias", nn.initializers.zeros, shape, self.param_dtype)
-
-
-class AdditiveAttention(TakesKeywords):
-    """Linen form of `adder_flax.attention.AdditiveAttention`; arguments and parameters as there.
-
-    >>> import jax
-    >>> attention = AdditiveAttention(hidden_dim=3)
-    >>> attention.init_with_output(jax.random.key(0), jnp.ones((2, 5, 6)), jnp.ones((2, 7, 8)))[
-    ...     0
-    ... ].shape
-    (2, 5, 8)
-    """
-
-    fixed: ClassVar[tuple[str, ...]] = ("score", "score_options")
-    settings: AttentionSettings = AttentionSettings()
-    param_dtype: DTypeLike = jnp.float32
-    hidden_dim: int | None = None
-    layer_norm: bool = False
-
-    @nn.compact
-    def __call__(
-        self,
-        query: Float[Array, "*batch q_length query_features"],
-        key: Float[Array, "*batch k_length key_features"],
-        value: Float[Array, "*batch k_length value_features"] | None = None,
-        **options: Any,
-    ) -> Array | tuple[Array, Array]:
-        """Mixes the values (by default the keys) for every query.
-
-        Arguments are as in `adder_flax.attention`.
-        """
-        widths = query.shape[-1], key.shape[-1]
-        build = lambda rngs: attention.AdditiveAttention(*widths, **fields_of(self), rngs=rngs)
-        return call_nnx(self, build, query, key, value, **options)
-
-
-class BilinearAttention(TakesKeywords):
-    """Linen form of `adder_flax.attention.BilinearAttention`; arguments and parameters as there.
-
-    >>> import jax
-    >>> attention = BilinearAttention()
-    >>> attention.init_with_output(jax.random.key(0), jnp.ones((2, 5, 6)), jnp.ones((2, 7, 8)))[
-    ...     0
-    ... ].shape
-    (2, 5, 8)
-    """
-
-    fixed: ClassVar[tuple[str, ...]] = ("score", "score_options")
-    settings: AttentionSettings = AttentionSettings()
-    param_dtype: DTypeLike = jnp.float32
-
-    @nn.compact
-    def __call__(
-        self,
-        query: Float[Array, "*batch q_length query_features"],
-        key: Float[Array, "*batch k_length key_features"],
-        value: Float[Array, "*batch k_length value_features"] | None = None,
-        **options: Any,
-    ) -> Array | tuple[Array, Array]:
-        """Mixes the values (by default the keys) for every query.
-
-        Arguments are as in `adder_flax.attention`.
-        """
-        widths = query.shape[-1], key.shape[-1]
-        build = lambda rngs: attention.BilinearAttention(*widths, **fields_of(self), rngs=rngs)
-        return call_nnx(self, build, query, key, value, **options)
+        shape = (self.num_heads, *lengths)
+        return self.param(name, nn.initializers.zeros, shape, self.param_dtype)

@@ -1,21 +1,25 @@
 """Linen: linear layers and what stands beside them, with the parameters of `adder_flax.layers`."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import flax.linen as nn
-import flax.nnx as nnx
 import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 import kfac
 from adder_flax import layers, ops
 from adder_flax.attention import LAYER_NORM_EPSILON
-from adder_flax.layers import drop_path_factors, report_adder, scale_features
-from adder_flax.linen._bridge import call_nnx, fields_of
-from adder_flax.linen._norm import LayerNorm
+from adder_flax.layers import (
+    drop_path_factors,
+    is_over_last_axis,
+    normalized,
+    report_adder,
+    scale_features,
+)
 from adder_flax.settings import AdderSettings, keywords_of
 
 
@@ -35,6 +39,33 @@ class TakesKeywords(nn.Module):
         super().__init_subclass__(**options)
         settings = type(cls.settings)  # pyright: ignore[reportAttributeAccessIssue]  a subclass has it
         cls.__init__ = keywords_of(settings, but=cls.fixed)(cls.__init__)
+
+
+class LayerNorm(nn.LayerNorm):
+    """Linen form of `adder_flax.layers.LayerNorm`.
+
+    >>> import jax
+    >>> LayerNorm().init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "*batch features"], *, mask: Array | None = None
+    ) -> Float[Array, "*batch features"]:
+        if mask is not None or not is_over_last_axis(self):
+            return super().__call__(x, mask=mask)
+
+        def parameter(name, initializer):
+            return self.param(name, initializer, x.shape[-1:], self.param_dtype)
+
+        scale = parameter("scale", self.scale_init) if self.use_scale else None
+        bias = parameter("bias", self.bias_init) if self.use_bias else None
+        x, scale, bias = promote_dtype(x, scale, bias, dtype=self.dtype)
+        return normalized(x, scale, bias, self.epsilon, fast_variance=self.use_fast_variance)
+
+
+kfac.register_layer(LayerNorm, kind=kfac.Scale)
 
 
 class Linear(nn.Dense):
@@ -132,14 +163,10 @@ class AdderLinear(nn.Module):
         )
         dtype = jnp.result_type(inputs, kernel) if self.dtype is None else self.dtype
         rows = inputs.reshape(-1, inputs.shape[-1])
-        outputs = ops.adder_matmul(
-            rows.astype(dtype),
-            kernel.astype(dtype),
-            x_gradient=self.x_gradient,
-            w_gradient=self.w_gradient,
-            hardtanh_slope=self.hardtanh_slope,
-        )
-        report_adder(rows, kernel, outputs, self.x_gradient, self.w_gradient, self.hardtanh_slope)
+        rules: dict[str, Any] = dict(x_gradient=self.x_gradient, w_gradient=self.w_gradient)
+        rules["hardtanh_slope"] = self.hardtanh_slope
+        outputs = ops.adder_matmul(rows.astype(dtype), kernel.astype(dtype), **rules)
+        report_adder(rows, kernel, outputs, **rules)
         if self.norm is not None:
             norm = LayerNorm(
                 epsilon=LAYER_NORM_EPSILON,
@@ -216,58 +243,6 @@ class LayerScale(nn.Module):
 
 
 kfac.register_layer(LayerScale, kind=kfac.Scale)
-
-
-class Mlp(nn.Module):
-    """Linen form of `adder_flax.layers.Mlp`: fc2(dropout(gelu(fc1(x)))), exact GELU.
-
-    `linear` makes NNX layers, as there.
-
-    >>> import jax
-    >>> Mlp(32).init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
-    (2, 5, 8)
-    """
-
-    hidden_features: int
-    linear: Callable[..., nnx.Module] = layers.Linear
-    dropout_rate: float = 0.0
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.float32
-
-    @nn.compact
-    def __call__(
-        self, inputs: Float[Array, "*batch in_features"], *, deterministic: bool = True
-    ) -> Float[Array, "*batch in_features"]:
-        build = lambda rngs: layers.Mlp(inputs.shape[-1], **fields_of(self), rngs=rngs)
-        return call_nnx(self, build, inputs, deterministic=deterministic)
-
-
-class PatchEmbed(nn.Module):
-    """Linen form of `adder_flax.layers.PatchEmbed`: a linear layer on every non-overlapping patch.
-
-    `stem_linear` makes NNX layers, as there.
-
-    >>> import jax
-    >>> PatchEmbed(4, 16).init_with_output(jax.random.key(0), jnp.ones((2, 8, 8, 3)))[0].shape
-    (2, 4, 16)
-    """
-
-    patch_size: int
-    width: int
-    stem_channels: Sequence[int] = ()
-    stem_strides: Sequence[int] = ()
-    stem_linear: Callable[..., nnx.Module] = layers.Linear
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.float32
-
-    @nn.compact
-    def __call__(
-        self, images: Float[Array, "batch height width channels"]
-    ) -> Float[Array, "batch patches features"]:
-        build = lambda rngs: layers.PatchEmbed(
-            channels=images.shape[-1], **fields_of(self), rngs=rngs
-        )
-        return call_nnx(self, build, images)
 
 
 class DropPath(nn.Module):

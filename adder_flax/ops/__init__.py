@@ -4,8 +4,7 @@ Nothing here stores an array of size (rows x columns x contracted axis), forward
 backend has a file of its own.
 """
 
-from adder_flax.ops._additive import additive_scores
-from adder_flax.ops._arrays import as_mask
+from adder_flax.ops._arrays import RuleName, as_mask, exact_gradients
 from adder_flax.ops._backend import (
     Backend,
     available_backends,
@@ -16,11 +15,15 @@ from adder_flax.ops._backend import (
     use_backend,
     use_backend_for,
 )
+from adder_flax.ops._functions import (
+    adder_matmul,
+    adder_matmul_jvp,
+    additive_scores,
+    l1_scores,
+    layer_norm,
+)
 from adder_flax.ops._fused import fused_attention, preferred_key_block
-from adder_flax.ops._l1 import adder_matmul, adder_matmul_jvp, l1_scores
-from adder_flax.ops._layer_norm import layer_norm
 from adder_flax.ops._primitive import formula
-from adder_flax.ops._rules import RuleName, exact_gradients
 
 __all__ = [
     "Backend",

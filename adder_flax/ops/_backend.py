@@ -1,8 +1,8 @@
 """Which implementation runs: the interface of a backend, the registry, and the choice among them.
 
 A backend computes seven functions on three-dimensional arrays; everything public in this package
-(shapes, gradient rules, autodiff) is built on these seven once, in `_primitive.py`, `_l1.py` and
-`_additive.py`. A new backend is one file with a subclass of `Backend` and one line,
+(shapes, gradient rules, autodiff) is built on these seven once, in `_primitive.py` and
+`_functions.py`. A new backend is one file with a subclass of `Backend` and one line,
 `register_backend("name", "module:class")`, from outside too.
 
 **Choice and `jax.jit`.** What was asked for by name, or that nothing was, is read when a function
@@ -24,28 +24,12 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from adder_flax.ops._arrays import to_nk, upcast
-from adder_flax.ops._rules import GradientRule
 from adder_flax.registry import Registry
 
 ENVIRONMENT_VARIABLE = "ADDER_FLAX_BACKEND"
 AUTO = "auto"
-
-# Order of the axes of the second operand: weights come as (K, N), keys as (N, K). A
-# backend that needs the other order transposes in its own cheapest way (the native one
-# while it packs).
-Axes = Literal["kn", "nk"]
-
-# B batch, M rows, N columns or keys, K the contracted axis, C features.
-_Rows = Float[Array, "B M K"]
-_Keys = Float[Array, "B N K"]
-_Weights = Float[Array, "B ..."]
-_Vector = Float[Array, "B K"]
-_Pairs = Float[Array, "B M N"]
-_Features = Float[Array, "B M C"]
-_Feature = Float[Array, "B C"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +47,17 @@ def _left_to_compiler(method):
 class Backend:
     """What a backend computes, and where it can run.
 
-    Shapes: B batch, M rows of `x`, N rows (or columns) of `w`, K the contracted axis. `w` is (B, K,
-    N) where `axes` is `"kn"` and (B, N, K) where it is `"nk"`; below it is written w[n, k] for
-    either. All inputs of one call share one floating dtype; sums are accumulated, and results
-    returned, in float32 (float64 for float64 inputs). Any of B, M, N, K may be zero. NaN and
-    infinities propagate as in the reference backend. Every method must be traceable under
-    `jax.jit`, `jax.vmap`, `jax.lax.scan` and `jax.shard_map`, and give the same bits when run
-    again.
+    Shapes: B batch, M rows of `x`, N rows (or columns) of `w`, K the contracted axis, C features.
+    `x`, `dx` and `query` are (B, M, K), `key` is (B, N, K), `v` is (B, K), `g` and what is given
+    back (B, M, N); of `layer_norm` x is (B, M, C), scale and bias (B, C). `w` and `dw` are (B, K,
+    N) where `axes` is `"kn"`, as weights come, and (B, N, K) where it is `"nk"`, as keys do; below
+    it is written w[n, k] for either, and a backend that needs the other order transposes in its own
+    cheapest way. A `rule` is a function of differences, with a name and a slope.
+
+    All inputs of one call share one floating dtype; sums are accumulated, and results returned, in
+    float32 (float64 for float64 inputs). Any of B, M, N, K may be zero. NaN and infinities
+    propagate as in the reference backend. Every method must be traceable under `jax.jit`,
+    `jax.vmap`, `jax.lax.scan` and `jax.shard_map`, and give the same bits when run again.
 
     Attributes:
       name: what users call it, in `use_backend` and in `ADDER_FLAX_BACKEND`.
@@ -100,105 +88,78 @@ class Backend:
     def lowered_for(
         self, platform: str, dtype: jax.typing.DTypeLike, *, for_export: bool, num_devices: int
     ) -> "Backend":
-        """Returns what computes in a program: this, unless there is a choice or it travels.
-
-        Args:
-          platform: for which the program is lowered, as JAX names it there.
-          dtype: of the inputs.
-          for_export: whether by `jax.export`.
-          num_devices: on how many devices it runs.
+        """Returns what computes in a program for a platform, as JAX names it there, lowered by
+        `jax.export` or not: this, unless there is a choice or it travels.
         """
         return self
 
-    def l1(self, x: _Rows, w: _Weights, axes: Axes) -> _Pairs:
+    def l1(self, x, w, axes):
         """Computes y[m, n] = -sum_k |x[m, k] - w[n, k]|."""
         raise NotImplementedError
 
-    def l1_pullback_x(
-        self, x: _Rows, w: _Weights, g: _Pairs, rule: GradientRule, axes: Axes
-    ) -> _Rows:
+    def l1_pullback_x(self, x, w, g, rule, axes):
         """Computes dx[m, k] = sum_n g[m, n] rule(w[n, k] - x[m, k]); `rule` is never `full`."""
         raise NotImplementedError
 
-    def l1_pullback_w(
-        self, x: _Rows, w: _Weights, g: _Pairs, rule: GradientRule, axes: Axes
-    ) -> _Weights:
+    def l1_pullback_w(self, x, w, g, rule, axes):
         """Computes dw[n, k] = sum_m g[m, n] rule(x[m, k] - w[n, k]), in the axes of `w`."""
         raise NotImplementedError
 
-    def l1_pullback(
-        self, x: _Rows, w: _Weights, g: _Pairs, rule: GradientRule, axes: Axes
-    ) -> tuple[_Rows, _Weights]:
+    def l1_pullback(self, x, w, g, rule, axes):
         """Computes both pullbacks under one rule, which a backend can share between them."""
         return self.l1_pullback_x(x, w, g, rule, axes), self.l1_pullback_w(x, w, g, rule, axes)
 
-    def l1_pushforward(
-        self, x: _Rows, w: _Weights, dx: _Rows, rule: GradientRule, axes: Axes
-    ) -> _Pairs:
+    def l1_pushforward(self, x, w, dx, rule, axes):
         """Computes sum_k dx[m, k] rule(w[n, k] - x[m, k]), `l1_pullback_x` transposed."""
         raise NotImplementedError
 
-    def additive(self, query: _Rows, key: _Keys, v: _Vector) -> _Pairs:
+    def additive(self, query, key, v):
         """Computes s[m, n] = sum_k v[k] tanh(query[m, k] + key[n, k])."""
         raise NotImplementedError
 
-    def additive_pullback(
-        self, query: _Rows, key: _Keys, v: _Vector, g: _Pairs
-    ) -> tuple[_Rows, _Keys, _Vector]:
+    def additive_pullback(self, query, key, v, g):
         """Computes the gradients of sum(g * additive(query, key, v)) by query, key and v."""
         raise NotImplementedError
 
     # What follows is made of the above, or of matrix products; a backend may have
     # something better.
 
-    def l1_pushforward_w(
-        self, x: _Rows, w: _Weights, dw: _Weights, rule: GradientRule, axes: Axes
-    ) -> _Pairs:
+    def l1_pushforward_w(self, x, w, dw, rule, axes):
         """Computes sum_k dw[n, k] rule(x[m, k] - w[n, k]), `l1_pullback_w` transposed."""
-        return jnp.swapaxes(
-            self.l1_pushforward(to_nk(w, axes), x, to_nk(dw, axes), rule, "nk"), 1, 2
-        )
+        pushed = self.l1_pushforward(to_nk(w, axes), x, to_nk(dw, axes), rule, "nk")
+        return jnp.swapaxes(pushed, 1, 2)
 
-    def l1_pushforward_both(
-        self, x: _Rows, w: _Weights, dx: _Rows, dw: _Weights, rule: GradientRule, axes: Axes
-    ) -> _Pairs:
+    def l1_pushforward_both(self, x, w, dx, dw, rule, axes):
         """Computes the sum of both pushforwards, the transpose of `l1_pullback`."""
-        return self.l1_pushforward(x, w, dx, rule, axes) + self.l1_pushforward_w(
-            x, w, dw, rule, axes
-        )
+        by_x = self.l1_pushforward(x, w, dx, rule, axes)
+        return by_x + self.l1_pushforward_w(x, w, dw, rule, axes)
+
+    # `full_*` is `l1_*` under the rule `full`: products, and the share of the other operand's sum.
 
     @_left_to_compiler
-    def full_pushforward(self, x: _Rows, w: _Weights, dx: _Rows, axes: Axes) -> _Pairs:
-        """Computes `l1_pushforward` under the rule `full`."""
+    def full_pushforward(self, x, w, dx, axes):
         x, w, dx = upcast(x, w, dx)
         return _einsum(f"bmk,b{axes}->bmn", dx, w) - (x * dx).sum(-1)[..., None]
 
     @_left_to_compiler
-    def full_pushforward_w(self, x: _Rows, w: _Weights, dw: _Weights, axes: Axes) -> _Pairs:
-        """Computes `l1_pushforward_w` under the rule `full`."""
+    def full_pushforward_w(self, x, w, dw, axes):
         x, w, dw = upcast(x, w, dw)
-        return _einsum(f"bmk,b{axes}->bmn", x, dw) - jnp.expand_dims(
-            (w * dw).sum(1 + axes.index("k")), 1
-        )
+        product = _einsum(f"bmk,b{axes}->bmn", x, dw)
+        return product - jnp.expand_dims((w * dw).sum(1 + axes.index("k")), 1)
 
     @_left_to_compiler
-    def full_pullback_x(self, x: _Rows, w: _Weights, g: _Pairs, axes: Axes) -> _Rows:
-        """Computes `l1_pullback_x` under the rule `full`."""
+    def full_pullback_x(self, x, w, g, axes):
         x, w, g = upcast(x, w, g)
         return _einsum(f"bmn,b{axes}->bmk", g, w) - x * g.sum(-1)[..., None]
 
     @_left_to_compiler
-    def full_pullback_w(self, x: _Rows, w: _Weights, g: _Pairs, axes: Axes) -> _Weights:
-        """Computes `l1_pullback_w` under the rule `full`."""
+    def full_pullback_w(self, x, w, g, axes):
         x, w, g = upcast(x, w, g)
-        return _einsum(f"bmk,bmn->b{axes}", x, g) - w * jnp.expand_dims(
-            g.sum(1), 1 + axes.index("k")
-        )
+        product = _einsum(f"bmk,bmn->b{axes}", x, g)
+        return product - w * jnp.expand_dims(g.sum(1), 1 + axes.index("k"))
 
     @_left_to_compiler
-    def layer_norm(
-        self, x: _Features, scale: _Feature, bias: _Feature, epsilon: float, fast_variance: bool
-    ) -> _Features:
+    def layer_norm(self, x, scale, bias, epsilon, fast_variance):
         """Computes y[m, c] = scale[c] (x[m, c] - mean(x[m])) / sqrt(var(x[m]) + epsilon) + bias[c].
 
         The fast variance is E[x²] - E[x]², one pass for two; a backend that reads a row once anyway
@@ -214,31 +175,13 @@ class Backend:
         return (x - mean) * factor + bias[:, None]
 
     @_left_to_compiler
-    def layer_norm_pushforward(
-        self,
-        x: _Features,
-        scale: _Feature,
-        bias: _Feature,
-        dx: _Features,
-        d_scale: _Feature,
-        d_bias: _Feature,
-        epsilon: float,
-        fast_variance: bool,
-    ) -> _Features:
+    def layer_norm_pushforward(self, x, scale, bias, dx, d_scale, d_bias, epsilon, fast_variance):
         """Computes the derivative of `layer_norm` along these tangents."""
         function = self._layer_norm_of(epsilon, fast_variance)
         return jax.jvp(function, upcast(x, scale, bias), upcast(dx, d_scale, d_bias))[1]
 
     @_left_to_compiler
-    def layer_norm_pullback(
-        self,
-        x: _Features,
-        scale: _Feature,
-        bias: _Feature,
-        g: _Features,
-        epsilon: float,
-        fast_variance: bool,
-    ) -> tuple[_Features, _Feature, _Feature]:
+    def layer_norm_pullback(self, x, scale, bias, g, epsilon, fast_variance):
         """Computes the gradients of sum(g * layer_norm(x, scale, bias)) by x, scale and bias."""
         function = self._layer_norm_of(epsilon, fast_variance)
         return jax.vjp(function, *upcast(x, scale, bias))[1](*upcast(g))
@@ -250,11 +193,14 @@ class Backend:
         )
 
     @_left_to_compiler
-    def additive_pushforward(
-        self, query: _Rows, key: _Keys, v: _Vector, d_query: _Rows, d_key: _Keys, d_v: _Vector
-    ) -> _Pairs:
+    def additive_pushforward(self, query, key, v, d_query, d_key, d_v):
         """Computes the derivative of `additive` along tangents, `additive_pullback` transposed."""
         return get_backend("xla").additive_pushforward(query, key, v, d_query, d_key, d_v)
+
+
+def up_to_float32(self: Backend, dtype: jax.typing.DTypeLike) -> bool:
+    """`Backend.supports` of kernels whose sums are float32."""
+    return jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 # The backends, best first for their platform. Modules load when first asked for, so that
@@ -263,11 +209,14 @@ class Backend:
 _BACKENDS: Registry[type[Backend]] = Registry(
     "kernel backend", f"adder_flax.ops.register_backend, or choose {AUTO!r}, the best one that runs"
 )
-_BACKENDS.register_lazily("cpu_native", "adder_flax.ops._cpu:CpuBackend")
-_BACKENDS.register_lazily("cuda", "adder_flax.ops._cuda:CudaBackend")
-_BACKENDS.register_lazily("pallas_tpu", "adder_flax.ops._pallas_tpu:PallasTpuBackend")
-_BACKENDS.register_lazily("xla", "adder_flax.ops._xla:XlaBackend")
-_BACKENDS.register_lazily("reference", "adder_flax.ops._reference:ReferenceBackend")
+for _name, _place in {
+    "cpu_native": "_cpu:CpuBackend",
+    "cuda": "_cuda:CudaBackend",
+    "pallas_tpu": "_pallas_tpu:PallasTpuBackend",
+    "xla": "_xla:XlaBackend",
+    "reference": "_reference:ReferenceBackend",
+}.items():
+    _BACKENDS.register_lazily(_name, f"adder_flax.ops.{_place}")
 
 # The name of the forced backend, or AUTO. A JAX user context rather than a plain global:
 # see the module's docstring.
@@ -283,33 +232,24 @@ def register_backend(name: str, backend: type[Backend] | str) -> None:
       backend: a subclass of `Backend`, or where it is, as `"package.module:Class"`, to import it
         when it is asked for.
 
-    Raises:
-      ValueError: the name is taken.
-
-    Example:
-      >>> from adder_flax import ops
-      >>> class Shifted(ops.Backend):
-      ...     name = "shifted"
-      >>> ops.register_backend("shifted", Shifted)
+    >>> from adder_flax import ops
+    >>> class Shifted(ops.Backend):
+    ...     name = "shifted"
+    >>> ops.register_backend("shifted", Shifted)
     """
     if name == AUTO:
         raise ValueError(
             f"expected the name of a backend, got {AUTO!r}, which means the best one; choose "
             "another name"
         )
-    if isinstance(backend, str):
-        _BACKENDS.register_lazily(name, backend)
-    else:
-        _BACKENDS.register(name, backend)
+    (_BACKENDS.register_lazily if isinstance(backend, str) else _BACKENDS.register)(name, backend)
     _reasons.pop(name, None)
 
 
 def get_backend(name: str) -> Backend:
     """Returns the backend of that name, whether or not it can run here.
 
-    Raises:
-      ValueError: there is none; the message names the nearest, and the environment variable if it
-        says so.
+    The message where there is none names the environment variable if it says so.
     """
     try:
         return _instance(_BACKENDS.get(name))
@@ -336,9 +276,8 @@ def _why_unavailable(name: str) -> str | None:
         if name not in _reasons:
             _reasons[name] = reason = get_backend(name).why_unavailable()
             if reason is not None:
-                logger.warning(
-                    "ops backend %r is not available (%s); using another one", name, reason
-                )
+                told = "ops backend %r is not available (%s); using another one"
+                logger.warning(told, name, reason)
         return _reasons[name]
 
 
@@ -348,9 +287,8 @@ def build_in_background() -> None:
     Optional: the first function that needs them builds them, or waits for what was started here.
     Later starts find them in the cache.
 
-    Example:
-      >>> from adder_flax import ops
-      >>> ops.build_in_background()
+    >>> from adder_flax import ops
+    >>> ops.build_in_background()
     """
     if _choice.value in (AUTO, "cpu_native"):
         threading.Thread(target=_why_unavailable, args=("cpu_native",), daemon=True).start()
@@ -376,11 +314,8 @@ def expected_platform() -> str:
 def _best_for(platform: str, dtype: jax.typing.DTypeLike) -> Backend:
     for name in _BACKENDS:
         backend = get_backend(name)
-        if (
-            platform in backend.platforms
-            and backend.supports(dtype)
-            and _why_unavailable(name) is None
-        ):
+        fits = platform in backend.platforms and backend.supports(dtype)
+        if fits and _why_unavailable(name) is None:
             return backend
     return get_backend("xla")
 
@@ -421,19 +356,11 @@ def use_backend(name: str) -> contextlib.AbstractContextManager:
         `"reference"` (plain broadcasting: slow, but the formula itself), or another name that
         `backend_report` lists.
 
-    Returns:
-      A context manager.
-
-    Raises:
-      ValueError: if there is no such backend.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from adder_flax import ops
-      >>> with ops.use_backend("reference"):
-      ...     print(ops.adder_matmul(jnp.ones((2, 3)), jnp.zeros((3, 1))))
-      [[-3.]
-       [-3.]]
+    >>> from adder_flax import ops
+    >>> with ops.use_backend("reference"):
+    ...     print(ops.adder_matmul(jnp.ones((2, 3)), jnp.zeros((3, 1))))
+    [[-3.]
+     [-3.]]
     """
     _check_name(name)
     return _choice(name)
@@ -448,31 +375,22 @@ def use_backend_for(platform: str) -> contextlib.AbstractContextManager:
     Args:
       platform: as JAX's devices tell it: `"cpu"`, `"gpu"` or `"tpu"`.
 
-    Example:
-      >>> from adder_flax import ops
-      >>> with ops.use_backend_for("tpu"):
-      ...     print(ops.backend_report().splitlines()[0])
-      ops backend: pallas_tpu (asked for by name)
+    >>> from adder_flax import ops
+    >>> with ops.use_backend_for("tpu"):
+    ...     print(ops.backend_report().splitlines()[0])
+    ops backend: pallas_tpu (asked for by name)
     """
     if _choice.value != AUTO or platform == jax.default_backend():
         return contextlib.nullcontext()
-    made = (
-        name
-        for name in _BACKENDS
-        if {"gpu": "cuda"}.get(platform, platform) in get_backend(name).platforms
-    )
+    lowered = {"gpu": "cuda"}.get(platform, platform)
+    made = (name for name in _BACKENDS if lowered in get_backend(name).platforms)
     return _choice(next(made, "xla"))
 
 
 def set_backend(name: str) -> None:
     """Selects the backend for the whole process, but for blocks of `use_backend`.
 
-    Args:
-      name: as in `use_backend`. The environment variable `ADDER_FLAX_BACKEND`, read at import, sets
-        the initial one.
-
-    Raises:
-      ValueError: if there is no such backend.
+    The environment variable `ADDER_FLAX_BACKEND`, read at import, sets the initial one.
     """
     _check_name(name)
     _choice.set_global(name)
@@ -486,10 +404,9 @@ def _check_name(name: str) -> None:
 def available_backends() -> tuple[str, ...]:
     """Returns the names of the backends that can run in this process, best first.
 
-    Example:
-      >>> from adder_flax import ops
-      >>> ops.available_backends()[-2:]
-      ('xla', 'reference')
+    >>> from adder_flax import ops
+    >>> ops.available_backends()[-2:]
+    ('xla', 'reference')
     """
     return tuple(name for name in _BACKENDS if _runs_here(name) and _why_unavailable(name) is None)
 
@@ -502,19 +419,15 @@ def _runs_here(name: str) -> bool:
 def backend_report() -> str:
     """Returns a short text for people: which backend runs on which platform here, and why.
 
-    Example:
-      >>> from adder_flax import ops
-      >>> with ops.use_backend("xla"):
-      ...     print(ops.backend_report().splitlines()[0])
-      ops backend: xla (asked for by name)
+    >>> from adder_flax import ops
+    >>> with ops.use_backend("xla"):
+    ...     print(ops.backend_report().splitlines()[0])
+    ops backend: xla (asked for by name)
     """
     if _choice.value != AUTO:
         lines = [f"ops backend: {_choice.value} (asked for by name)"]
     else:
-        chosen = [
-            f"{_best_for(platform, 'float32').name} on {platform}"
-            for platform in _process_platforms()
-        ]
+        chosen = [f"{_best_for(p, 'float32').name} on {p}" for p in _process_platforms()]
         lines = [f"ops backend: {', '.join(chosen)} (the best available)"]
     for name in _BACKENDS:
         if not _runs_here(name):

@@ -3,67 +3,41 @@ FFI.
 
 The kernels are built for the processor at hand (`-march=native`), so they are compiled here rather
 than shipped. `ADDER_FLAX_CPU` in the environment names another one that this one can stand in for,
-as the compiler calls it: `znver3` gives the code of a machine without AVX-512. The library goes to
-`$XDG_CACHE_HOME/adder_flax` (by default `~/.cache/adder_flax`), under a name that changes with
-anything that could change its content, and is moved into place in one step, so processes that start
-together do not disturb each other. What is damaged there, or could be somebody else's, is not
-loaded but built anew. Where there is no compiler, the backend reports itself unavailable and the
-XLA backend takes over.
+as the compiler calls it: `znver3` gives the code of a machine without AVX-512. `own_cache` keeps
+the library, under a name that changes with all that it is made of. Where there is no compiler, the
+backend reports itself unavailable and the XLA backend takes over.
 """
 
-import contextlib
 import ctypes
 import functools
 import hashlib
-import io
 import os
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
-import threading
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 
 from adder_flax import own_cache
-from adder_flax.ops._backend import Backend, get_backend
+from adder_flax.ops._backend import Backend, get_backend, up_to_float32
 from adder_flax.ops._partition import result_type
 from adder_flax.text import printable
 
+KERNELS = (
+    *("l1_forward", "l1_pullback", "full_pullback", "l1_joint_pullback", "l1_pushforward"),
+    *("additive_forward", "additive_pullback", "layer_norm_forward", "layer_norm_pullback"),
+)
 _TARGET_PREFIX = "adder_flax_"
-# Names of the kernels, and of their symbols in the library.
-KERNELS = {
-    "l1_forward": "AdderFlaxL1Forward",
-    "l1_pullback": "AdderFlaxL1Pullback",
-    "full_pullback": "AdderFlaxFullPullback",
-    "l1_joint_pullback": "AdderFlaxL1JointPullback",
-    "l1_pushforward": "AdderFlaxL1Pushforward",
-    "additive_forward": "AdderFlaxAdditiveForward",
-    "additive_pullback": "AdderFlaxAdditivePullback",
-    "layer_norm_forward": "AdderFlaxLayerNormForward",
-    "layer_norm_pullback": "AdderFlaxLayerNormPullback",
-}
-
 _SOURCE = Path(__file__).with_name("cpu_kernels.cc")
 _COMPILERS = ("c++", "g++", "clang++")
 _TARGET_VARIABLE = "ADDER_FLAX_CPU"
 _FLAGS = ("-std=gnu++17", "-O3", "-DNDEBUG", "-fPIC", "-shared")
-_COMPILER_VARIABLES = ("CPATH", "CPLUS_INCLUDE_PATH", "COMPILER_PATH", "LIBRARY_PATH")
 _COMPILE_TIMEOUT_S = 300
-_TRY_TO_LOAD = """
-import ctypes, sys
-try:
-    library = ctypes.CDLL(sys.argv[1])
-    [library[name] for name in sys.argv[2:]]
-except (OSError, AttributeError) as error:
-    sys.exit(f"expected a library with the kernels from the compiler, got: {error}")
-"""
-_PRINTED_BYTES = 2**16
 
 
 class CpuBackend(Backend):
@@ -72,6 +46,7 @@ class CpuBackend(Backend):
     name = "cpu_native"
     platforms = ("cpu",)
     split_by = "rule"
+    supports = up_to_float32
 
     def why_unavailable(self):
         try:
@@ -80,120 +55,85 @@ class CpuBackend(Backend):
             return str(error)
         return None
 
-    def supports(self, dtype):
-        return jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16, jnp.float16)
-
     def lowered_for(self, platform, dtype, *, for_export, num_devices):
         # What is stored runs where nobody has built the kernels.
         return get_backend("xla") if for_export else self
 
     def _call(self, kernel, shapes, *operands, **attributes):
-        """Calls a kernel; `shapes` lists the shapes of its results. Returns them as a list."""
+        """Calls a kernel; returns what it gives, of these shapes."""
         results = [result_type(shape, jnp.float32, *operands) for shape in shapes]
         # Under vmap an operand that is not mapped gets a leading axis of length one,
         # which the kernels broadcast.
         call = jax.ffi.ffi_call(_TARGET_PREFIX + kernel, results, vmap_method="expand_dims")
-        return call(*operands, **attributes)
+        given = call(*operands, **attributes)
+        return given[0] if len(given) == 1 else tuple(given)
 
     def l1(self, x, w, axes):
-        (y,) = self._call("l1_forward", [_output_shape(x, w, axes)], x, w, w_is_nk=axes == "nk")
-        return y
+        return self._call("l1_forward", [_output_shape(x, w, axes)], x, w, w_is_nk=axes == "nk")
 
     def l1_pullback_x(self, x, w, g, rule, axes):
-        (dx,) = self._call(
-            "l1_pullback", [x.shape], x, w, g, **_layout_of_x(axes), slope=_slope(rule)
-        )
-        return dx
+        return self._pull_back("l1_pullback", (x, w, g), _layout_of_x(axes), slope=_slope(rule))
 
     def l1_pullback_w(self, x, w, g, rule, axes):
-        (dw,) = self._call(
-            "l1_pullback", [w.shape], w, x, g, **_layout_of_w(axes), slope=_slope(rule)
-        )
-        return dw
+        return self._pull_back("l1_pullback", (w, x, g), _layout_of_w(axes), slope=_slope(rule))
 
     def full_pullback_x(self, x, w, g, axes):
-        (dx,) = self._call("full_pullback", [x.shape], x, w, g, **_layout_of_x(axes))
-        return dx
+        return self._pull_back("full_pullback", (x, w, g), _layout_of_x(axes))
 
     def full_pullback_w(self, x, w, g, axes):
-        (dw,) = self._call("full_pullback", [w.shape], w, x, g, **_layout_of_w(axes))
-        return dw
+        return self._pull_back("full_pullback", (w, x, g), _layout_of_w(axes))
+
+    def _pull_back(self, kernel, operands, transposed, **attributes):
+        """Calls a kernel of own, other and g, each of which may be stored transposed."""
+        names = ("own_transposed", "other_transposed", "g_transposed")
+        layout = dict(zip(names, transposed, strict=True))
+        return self._call(kernel, [operands[0].shape], *operands, **layout, **attributes)
 
     def l1_pullback(self, x, w, g, rule, axes):
         if x.shape[0] == 1:
             # The joint kernel works on a member of the batch with few threads.
             return super().l1_pullback(x, w, g, rule, axes)
-        shapes = [x.shape, w.shape]
-        return tuple(
-            self._call(
-                "l1_joint_pullback",
-                shapes,
-                x,
-                w,
-                g,
-                key_transposed=axes == "kn",
-                slope=_slope(rule),
-            )
-        )
+        attributes: dict[str, Any] = dict(key_transposed=axes == "kn", slope=_slope(rule))
+        return self._call("l1_joint_pullback", [x.shape, w.shape], x, w, g, **attributes)
 
     def l1_pushforward(self, x, w, dx, rule, axes):
-        shapes = [_output_shape(x, w, axes)]
-        (dy,) = self._call(
-            "l1_pushforward", shapes, x, w, dx, w_is_nk=axes == "nk", slope=_slope(rule)
-        )
-        return dy
+        attributes: dict[str, Any] = dict(w_is_nk=axes == "nk", slope=_slope(rule))
+        return self._call("l1_pushforward", [_output_shape(x, w, axes)], x, w, dx, **attributes)
 
     def layer_norm(self, x, scale, bias, epsilon, fast_variance):
         if x.dtype != jnp.float32:
             return super().layer_norm(x, scale, bias, epsilon, fast_variance)
-        (y,) = self._call(
-            "layer_norm_forward",
-            [x.shape],
-            x,
-            scale[:, None],
-            bias[:, None],
-            epsilon=np.float32(epsilon),
-        )
-        return y
+        operands = x, scale[:, None], bias[:, None]
+        return self._call("layer_norm_forward", [x.shape], *operands, epsilon=np.float32(epsilon))
 
     def layer_norm_pullback(self, x, scale, bias, g, epsilon, fast_variance):
         if x.dtype != jnp.float32 or g.dtype != jnp.float32:
             return super().layer_norm_pullback(x, scale, bias, g, epsilon, fast_variance)
-        row = (scale.shape[0], 1, scale.shape[1])
+        scale = scale[:, None]
+        shapes, epsilon = [x.shape, scale.shape, scale.shape], np.float32(epsilon)
         dx, d_scale, d_bias = self._call(
-            "layer_norm_pullback",
-            [x.shape, row, row],
-            x,
-            scale[:, None],
-            g,
-            epsilon=np.float32(epsilon),
+            "layer_norm_pullback", shapes, x, scale, g, epsilon=epsilon
         )
         return dx, d_scale[:, 0], d_bias[:, 0]
 
     def additive(self, query, key, v):
-        (scores,) = self._call(
-            "additive_forward", [_output_shape(query, key, "nk")], query, key, v[:, None]
-        )
-        return scores
+        shape = _output_shape(query, key, "nk")
+        return self._call("additive_forward", [shape], query, key, v[:, None])
 
     def additive_pullback(self, query, key, v, g):
         v = v[:, None]
-        d_query, d_key, d_v = self._call(
-            "additive_pullback", [query.shape, key.shape, v.shape], query, key, v, g
-        )
+        shapes = [query.shape, key.shape, v.shape]
+        d_query, d_key, d_v = self._call("additive_pullback", shapes, query, key, v, g)
         return d_query, d_key, d_v[:, 0]
 
 
 def _layout_of_x(axes):
-    """Returns which operands of a pullback to x, the kernel's `own` beside `other` w, are stored
-    transposed.
-    """
-    return {"own_transposed": False, "other_transposed": axes == "kn", "g_transposed": False}
+    """Which operands of a pullback to x, the kernel's `own` beside `other` w, are transposed."""
+    return False, axes == "kn", False
 
 
 def _layout_of_w(axes):
-    """The same for a pullback to w."""
-    return {"own_transposed": axes == "kn", "other_transposed": False, "g_transposed": True}
+    return axes == "kn", False, True
 
 
 def _output_shape(x, w, axes):
@@ -201,7 +141,7 @@ def _output_shape(x, w, axes):
 
 
 def _slope(rule):
-    """Returns what tells the kernels which rule: the slope of hardtanh, or zero for sign."""
+    """What tells the kernels which rule: the slope of hardtanh, or zero for sign."""
     return np.float32(rule.slope if rule.name == "hardtanh" else 0.0)
 
 
@@ -210,80 +150,35 @@ def load_library() -> ctypes.CDLL:
     """Compiles the kernels if no cached library fits, loads them and registers them with XLA.
 
     Raises:
-      RuntimeError: there is no compiler, or it fails, or what it makes cannot be loaded.
-      OSError: its files cannot be written.
+      RuntimeError: there is no compiler, or it fails.
+      OSError: what it makes cannot be loaded, or its files cannot be written.
     """
     library = _cached_or_compiled(find_compiler())
-    for kernel, symbol in KERNELS.items():
-        target = _TARGET_PREFIX + kernel
-        jax.ffi.register_ffi_target(
-            target, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu"
-        )
+    for kernel in KERNELS:
+        symbol = "AdderFlax" + "".join(map(str.capitalize, kernel.split("_")))
+        capsule = jax.ffi.pycapsule(getattr(library, symbol))
+        jax.ffi.register_ffi_target(_TARGET_PREFIX + kernel, capsule, platform="cpu")
     return library
 
 
 def _cached_or_compiled(compiler: str) -> ctypes.CDLL:
-    """Returns the kernels from the first cache that has them whole, or compiles and keeps them."""
-    fingerprint = _fingerprint(compiler)
-    return own_cache.kept(
-        f"cpu_kernels-{fingerprint}.so",
-        lambda: _compile(compiler),
-        _load,
-        key=fingerprint,
-        owner="ops backend 'cpu_native'",
-    )
+    fingerprint, owner = _fingerprint(compiler), "ops backend 'cpu_native'"
+    name, make = f"cpu_kernels-{fingerprint}.so", functools.partial(_compile, compiler)
+    return own_cache.kept(name, make, _load, key=fingerprint, owner=owner)
 
 
 def _load(content: bytes) -> ctypes.CDLL:
-    """Loads a library from bytes, through a file that no other user can change.
-
-    What is loaded is then what was checked.
-
-    Raises:
-      OSError: it is no library, or not one of these kernels.
-    """
-    library = _load_from_memory(content)
-    if library is None:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "cpu_kernels.so"
-            path.write_bytes(content)
-            library = ctypes.CDLL(str(path))
-    if missing := [symbol for symbol in KERNELS.values() if not hasattr(library, symbol)]:
-        raise OSError(f"it has no {missing[0]}")
-    return library
-
-
-def _load_from_memory(content: bytes) -> ctypes.CDLL | None:
-    """Loads a library without the disk, which may be full.
-
-    Returns None where the system does not do that.
-    """
-    if not hasattr(os, "memfd_create"):
-        return None
-    with contextlib.ExitStack() as opened:
-        try:
-            file = os.memfd_create("cpu_kernels")
-            opened.callback(os.close, file)
-            with open(file, "wb", closefd=False) as stream:
-                stream.write(content)
-            library = ctypes.CDLL(f"/proc/self/fd/{file}")
-        except OSError:
-            return None
-        # The file stays open: the loader would take another library at the same path for
-        # the one that it has.
-        opened.pop_all()
-        return library
+    """Loads a library from the bytes that were checked, through a file that nobody else changes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cpu_kernels.so"
+        path.write_bytes(content)
+        return ctypes.CDLL(str(path))
 
 
 def find_compiler() -> str:
-    """Returns the path of the compiler that builds the kernels.
-
-    Raises:
-      RuntimeError: there is none.
-    """
-    for name in _COMPILERS:
-        if path := shutil.which(name):
-            return path
+    """Returns the path of the compiler that builds the kernels; raises RuntimeError without one."""
+    if found := next(filter(None, map(shutil.which, _COMPILERS)), None):
+        return found
     raise RuntimeError(f"found no C++ compiler ({', '.join(_COMPILERS)}) on PATH")
 
 
@@ -292,79 +187,38 @@ def _target() -> str:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Hashes all that the library depends on: all that is compiled, flags, compiler, processor."""
-    version = _run([compiler, "--version"], timeout_s=60)
-    searched = [os.environ.get(variable, "") for variable in _COMPILER_VARIABLES]
-    facts = [*_FLAGS, _target(), compiler, version, *searched, own_cache.processor()]
-    hashed = hashlib.sha256("\0".join(facts).encode())
-    headers = Path(jax.ffi.include_dir())
-    for path in [*sorted(_SOURCE.parent.glob("*.h")), _SOURCE, *sorted(headers.rglob("*.h"))]:
-        content = path.read_bytes()
-        hashed.update(f"\0{path.name}\0{len(content)}\0".encode() + content)
-    return hashed.hexdigest()[:32]
+    """Hashes all that the library depends on: source, headers, flags, compiler, processor."""
+    version = _run(compiler, "--version")
+    facts = [*_FLAGS, _target(), compiler, version, jaxlib.__version__, own_cache.processor()]
+    return hashlib.sha256("\0".join([*facts, _SOURCE.read_text()]).encode()).hexdigest()[:32]
 
 
 def run_compiler(compiler: str, target: str, path: Path) -> None:
-    """Writes the kernels for a processor, as the compiler calls it, to a library.
-
-    Raises:
-      RuntimeError: the compiler fails.
-    """
-    include = f"-I{jax.ffi.include_dir()}"
-    _run(
-        [compiler, *_FLAGS, f"-march={target}", include, str(_SOURCE), "-o", str(path)],
-        timeout_s=_COMPILE_TIMEOUT_S,
-    )
+    """Writes the kernels for a processor, as the compiler calls it, to a library."""
+    options = (*_FLAGS, f"-march={target}", f"-I{jax.ffi.include_dir()}")
+    _run(compiler, *options, str(_SOURCE), "-o", str(path))
 
 
 def _compile(compiler: str) -> bytes:
-    """Returns the kernels as a library that was loaded once in another process, which a broken one
-    may end.
-    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cpu_kernels.so"
         run_compiler(compiler, _target(), path)
-        if not path.is_file():
-            raise RuntimeError(f"expected a library from {compiler}, got none")
-        _run([sys.executable, "-I", "-c", _TRY_TO_LOAD, str(path), *KERNELS.values()], timeout_s=60)
         return path.read_bytes()
 
 
-def _run(command: Sequence[str], *, timeout_s: float) -> str:
-    """Returns the beginning of what a program prints.
-
-    Raises:
-      RuntimeError: it fails, or does not end in time; then it is ended, with all that it started.
-    """
-    printed = bytearray()
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
+def _run(*command: str) -> str:
+    """Returns what a program prints; raises RuntimeError where it fails or does not end in time."""
+    piped: dict[str, Any] = dict(
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    reader = threading.Thread(target=_keep_beginning, args=(process.stdout, printed), daemon=True)
-    reader.start()
     try:
-        code = process.wait(timeout_s)
-        reader.join(1)
+        done = subprocess.run(command, **piped, timeout=_COMPILE_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"{command[0]} did not end within {timeout_s:g} s") from error
-    finally:
-        if process.poll() is None or reader.is_alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    text = " ".join(printed.decode(errors="replace").split())
-    if code != 0:
+        raise RuntimeError(f"{command[0]} did not end within {_COMPILE_TIMEOUT_S} s") from error
+    text = " ".join(done.stdout.decode(errors="replace").split())
+    if done.returncode != 0:
         raise RuntimeError(
-            f"{' '.join(command)} failed with exit code {code}: {printable(text, limit=500)}"
+            f"{' '.join(command)} failed with exit code {done.returncode}: "
+            f"{printable(text, limit=500)}"
         )
     return text
-
-
-def _keep_beginning(stream: io.BufferedReader, printed: bytearray) -> None:
-    with stream:
-        while chunk := stream.read1(2**16):
-            printed += chunk[: max(_PRINTED_BYTES - len(printed), 0)]

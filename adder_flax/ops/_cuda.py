@@ -32,7 +32,7 @@ from jax.interpreters import batching, mlir
 
 from adder_flax.ops import _nvrtc
 from adder_flax.ops._arrays import Operand, axis_lengths, to_nk, upcast
-from adder_flax.ops._backend import Backend
+from adder_flax.ops._backend import Backend, up_to_float32
 from adder_flax.ops._partition import result_type
 from adder_flax.ops._xla import unless_empty
 
@@ -136,11 +136,9 @@ class Reduction(NamedTuple):
 
         Of these, some may have fewer members of the batch: they serve all, over and over.
         """
-        size = {
-            name: length
-            for axes, shape in zip(self.axes, shapes, strict=True)
-            for name, length in zip(axes, shape[1:], strict=True)
-        }
+        size = {}
+        for axes, shape in zip(self.axes, shapes, strict=True):
+            size.update(zip(axes, shape[1:], strict=True))
         return size | {"b": max(shape[0] for shape in shapes), "j": self.columns}
 
     def shape(self, arrays: Sequence) -> tuple[int, int, int]:
@@ -152,12 +150,7 @@ class Reduction(NamedTuple):
 class Kernel(NamedTuple):
     """A reduction on operands of one shape.
 
-    Attributes:
-      name: of its function.
-      source: CUDA C++.
-      blocks: how many it takes.
-      threads: of each block.
-      stage: terms that are in shared memory at once.
+    `blocks` of so many `threads` run it, with `stage` terms in shared memory at once.
     """
 
     name: str
@@ -177,6 +170,7 @@ class CudaBackend(Backend):
     name = "cuda"
     platforms = ("cuda",)
     split_by = "rule"
+    supports = up_to_float32
 
     def __init__(self, tile: Tile | None = None):
         self._tile = tile
@@ -189,9 +183,6 @@ class CudaBackend(Backend):
         except OSError as error:
             return str(error)
         return None
-
-    def supports(self, dtype):
-        return jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16, jnp.float16)
 
     @unless_empty
     def l1(self, x, w, axes):
@@ -245,14 +236,10 @@ class CudaBackend(Backend):
         rows = offset - scale * (x - centre)
         columns = scale * (w - to_nk(centre, axes))
         strange = ~(jnp.isfinite(rows).all((1, 2)) & jnp.isfinite(columns).all((1, 2)))
-        (dy,) = self._reduce(
-            f"Pushforward<{_is_sign(rule)}>",
-            Operand(rows, "ic"),
-            Operand(columns, "cj" if axes == "kn" else "jc"),
-            Operand(dx, "ic"),
-            Operand(dx.sum(2), "i"),
-            Operand(strange.astype(jnp.float32), ""),
-        )
+        w_axes = "cj" if axes == "kn" else "jc"
+        summed = Operand(rows, "ic"), Operand(columns, w_axes), Operand(dx, "ic")
+        fixed = Operand(dx.sum(2), "i"), Operand(strange.astype(jnp.float32), "")
+        (dy,) = self._reduce(f"Pushforward<{_is_sign(rule)}>", *summed, *fixed)
         return dy
 
     @unless_empty
@@ -271,47 +258,30 @@ class CudaBackend(Backend):
         # Half of the unit in each factor, so that neither becomes denormal.
         query, key, v = (_even(a) for a in (query * _UNIT**-0.5, key * _UNIT**-0.5, v / scale))
         both = jnp.repeat(_UNIT * v.reshape(*v.shape[:-1], -1, 2).sum(-1), 2, axis=-1)
-        (scores,) = self._reduce(
-            "Additive",
-            Operand(query, "ic"),
-            Operand(key, "jc"),
-            Operand(-2.0 * v, "c"),
-            Operand(both, "c"),
-            at_once=2,
-        )
+        operands = Operand(query, "ic"), Operand(key, "jc"), Operand(-2.0 * v, "c")
+        (scores,) = self._reduce("Additive", *operands, Operand(both, "c"), at_once=2)
         return scores * (scale / _UNIT)[:, :, None]
 
     @unless_empty
     def additive_pullback(self, query, key, v, g):
         query, key = _exponentials(query, key)
-        (dk,) = self._reduce(
-            "AdditivePullback<1>", Operand(g, "ci"), Operand(query, "cj"), Operand(key, "ij")
-        )
-        dq, dv = self._reduce(
-            "AdditivePullback<2>",
-            Operand(g, "ic"),
-            Operand(key, "cj"),
-            Operand(query, "ij"),
-            totals=2,
-        )
+        operands = Operand(g, "ci"), Operand(query, "cj"), Operand(key, "ij")
+        (dk,) = self._reduce("AdditivePullback<1>", *operands)
+        operands = Operand(g, "ic"), Operand(key, "cj"), Operand(query, "ij")
+        dq, dv = self._reduce("AdditivePullback<2>", *operands, totals=2)
         (v,) = upcast(v)
         return dq * v[:, None], dk * v[:, None], dv.sum(1)
 
     def _reduce(self, step: str, *operands: Operand, totals=1, at_once=1) -> list[jax.Array]:
-        """Computes a reduction; returns a float32 array (B, I, J) for each of its totals.
+        """Computes a `Reduction`; returns a float32 array (B, I, J) for each of its totals.
 
-        Args:
-          step: what it adds, a struct of the kernels.
-          *operands: those that are summed first, as the step takes them.
-          totals: how many sums it adds to.
-          at_once: how many terms it adds together.
+        The operands that are summed come first, as the step takes them.
         """
         # Narrow operands are converted once here: in the loop that would cost half an
         # instruction a term.
         columns = axis_lengths(operands)["j"]
-        arrays, axes = zip(
-            *[_columns_contiguous(Operand(upcast(a)[0], axes)) for a, axes in operands], strict=True
-        )
+        wide = (Operand(upcast(array)[0], axes) for array, axes in operands)
+        arrays, axes = zip(*map(_columns_contiguous, wide), strict=True)
         what = Reduction(step, axes, columns, totals, at_once)
         return _reduce_pairs.bind(*arrays, backend=self, what=what)
 
@@ -341,13 +311,7 @@ class CudaBackend(Backend):
     def launch(
         self, kernel: Kernel, arrays: Sequence[jax.Array], results: Sequence
     ) -> Sequence[jax.Array]:
-        """Runs a kernel.
-
-        Args:
-          kernel: of these arrays.
-          arrays: its operands.
-          results: types of what it gives.
-        """
+        """Runs a kernel on arrays; `results` are the types of what it gives."""
         numbers = {
             **{"grid_x": kernel.blocks, "grid_y": 1, "grid_z": 1},
             **{"block_x": kernel.threads, "block_y": 1, "block_z": 1, "shared_mem_bytes": 0},
@@ -361,10 +325,7 @@ class CudaBackend(Backend):
         )
 
 
-# -------------------------------------------------------------------------------------------------
-# The reduction as a primitive: compiled when a program is lowered, for the shape that it has there
-# -------------------------------------------------------------------------------------------------
-
+# The reduction as a primitive: compiled when a program is lowered, for the shape that it has there.
 _reduce_pairs = Primitive("adder_flax_reduce_pairs")
 _reduce_pairs.multiple_results = True
 
@@ -405,26 +366,15 @@ def _batch(arrays, dims, **static):
 batching.primitive_batchers[_reduce_pairs] = _batch
 
 
-# -------------------------------------------------------------------------------------------------
-# Operands
-# -------------------------------------------------------------------------------------------------
-
-
 def _is_sign(rule) -> str:
     return str(rule.name == "sign").lower()
 
 
 def _range(w, axis, rule):
-    """Returns what moves a rule into [0, 1], where saturation clips for nothing.
+    """Returns what moves a rule into [0, 1], where saturation clips for nothing: the extremes of w
+    along its contracted axis, their centre, and the scale and the offset of differences.
 
-    Args:
-      w: one side of the differences.
-      axis: its contracted one.
-      rule: of gradients.
-
-    Returns:
-      The extremes of w along the axis, their centre, and the scale and the offset of differences:
-      a rule is 2 sat(scale (w - x) + offset) - 1.
+    A rule is 2 sat(scale (w - x) + offset) - 1.
     """
     high, low = w.max(axis), w.min(axis)
     if rule.name == "sign":

@@ -94,28 +94,19 @@ def fused_attention(
     Returns:
       In the dtype of `value`; sums are accumulated in float32 (float64 for float64 inputs).
 
-    Raises:
-      ValueError: if `identity` or `is_causal` is asked for with different numbers of queries and
-        keys, dropout without a key, or an empty block; if the mask is floating.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from adder_flax import ops
-      >>> x, v = jnp.array([[0.0, 0.0], [8.0, 9.0]]), jnp.array([[1.0], [3.0]])
-      >>> print(ops.fused_attention(ops.l1_scores, x, x, v, identity=True))
-      [[2.]
-       [6.]]
+    >>> from adder_flax import ops
+    >>> x, v = jnp.array([[0.0, 0.0], [8.0, 9.0]]), jnp.array([[1.0], [3.0]])
+    >>> print(ops.fused_attention(ops.l1_scores, x, x, v, identity=True))
+    [[2.]
+     [6.]]
     """
     num_queries, num_keys = query.shape[-2], key.shape[-2]
-    if identity and num_queries != num_keys:
+    if (identity or is_causal) and num_queries != num_keys:
+        what = "the identity map" if identity else "is_causal"
+        fix = "identity=False" if identity else "a mask of what each query sees"
         raise ValueError(
-            f"expected as many queries as keys for the identity map; got {num_queries} and "
-            f"{num_keys}; pass identity=False"
-        )
-    if is_causal and num_queries != num_keys:
-        raise ValueError(
-            f"expected as many queries as keys for is_causal; got {num_queries} and {num_keys}; "
-            "pass a mask of what each query sees"
+            f"expected as many queries as keys for {what}; got {num_queries} and {num_keys}; pass "
+            f"{fix}"
         )
     drops = is_on(dropout_rate)
     if drops and dropout_key is None:
@@ -156,13 +147,8 @@ def preferred_key_block(num_keys: int) -> int | None:
 
     Returns None where building its map is faster and its memory is no matter.
 
-    Args:
-      num_keys: number of keys.
-
-    Example:
-      >>> from adder_flax import ops
-      >>> ops.preferred_key_block(17) is None, ops.preferred_key_block(10_000)
-      (True, 256)
+    >>> preferred_key_block(17) is None, preferred_key_block(10_000)
+    (True, 256)
     """
     blocks_from = _BLOCKS_FROM_KEYS.get(expected_platform(), _BLOCKS_FROM_KEYS_ELSEWHERE)
     return KEY_BLOCK if num_keys >= blocks_from else None
@@ -180,14 +166,8 @@ def _fused_fwd(options, operands):
 
     def add_block(running, block):
         highest, denominator, total = running
-        logits = _logits(
-            options.score,
-            operands.query,
-            block.key,
-            operands.parameters,
-            operands.scale,
-            block.bias,
-        )
+        given = operands.query, block.key, operands.parameters, operands.scale, block.bias
+        logits = _logits(options.score, *given)
         visible = _visible(options, block, num_queries)
         seen = logits if visible is None else jnp.where(visible, logits, lowest)
         new_highest = jnp.maximum(highest, seen.max(-1))
@@ -195,11 +175,9 @@ def _fused_fwd(options, operands):
         weights = weights if visible is None else jnp.where(visible, weights, 0.0)
         decay = jnp.exp(highest - new_highest)
         denominator = decay * denominator + weights.sum(-1)
-        kept = (
-            weights
-            if block.dropout_key is None
-            else weights * _keep(operands, block, weights.shape)
-        )
+        kept = weights
+        if block.dropout_key is not None:
+            kept = weights * _keep(operands, block, weights.shape)
         total = decay[..., None] * total + kept @ upcast(block.value)[0]
         return (new_highest, denominator, total), None
 
@@ -226,20 +204,13 @@ def _fused_bwd(options, residuals, g):
     bias_is_split = operands.bias is not None and operands.bias.shape[-1:] > (1,)
 
     def add_block(totals, block):
-        shared = (
-            operands.query,
-            operands.parameters,
-            operands.scale,
-            None if bias_is_split else block.bias,
-        )
-
         def logits_of(query, parameters, scale, bias, key, own_bias):
-            return _logits(
-                options.score, query, key, parameters, scale, own_bias if bias_is_split else bias
-            )
+            bias = own_bias if bias_is_split else bias
+            return _logits(options.score, query, key, parameters, scale, bias)
 
-        own_bias = block.bias if bias_is_split else None
-        logits, pull = jax.vjp(logits_of, *shared, block.key, own_bias)
+        biases = (None, block.bias) if bias_is_split else (block.bias, None)
+        shared = operands.query, operands.parameters, operands.scale, biases[0]
+        logits, pull = jax.vjp(logits_of, *shared, block.key, biases[1])
         visible = _visible(options, block, num_queries)
         weights = jnp.exp(logits - log_denominator[..., None])
         weights = weights if visible is None else jnp.where(visible, weights, 0.0)
@@ -253,12 +224,8 @@ def _fused_bwd(options, residuals, g):
         )
         return totals, (d_key, d_value.astype(block.value.dtype), d_own_bias)
 
-    like = (
-        operands.query,
-        operands.parameters,
-        operands.scale,
-        None if bias_is_split else operands.bias,
-    )
+    bias = None if bias_is_split else operands.bias
+    like = operands.query, operands.parameters, operands.scale, bias
     zeros = jax.tree.map(
         lambda a: vary_alike(jnp.zeros(a.shape, accumulation_dtype(a.dtype)), a)[0], like
     )
@@ -296,11 +263,8 @@ def _blocks(options, operands) -> _KeyBlock:
         padding[axis] = (0, count * options.key_block - array.shape[axis])
         axis = array.ndim + axis
         array = jnp.pad(array, padding)
-        return jnp.moveaxis(
-            array.reshape(*array.shape[:axis], count, options.key_block, *array.shape[axis + 1 :]),
-            axis,
-            0,
-        )
+        parts = (*array.shape[:axis], count, options.key_block, *array.shape[axis + 1 :])
+        return jnp.moveaxis(array.reshape(parts), axis, 0)
 
     return _KeyBlock(
         split(operands.key, -2),
@@ -313,10 +277,7 @@ def _blocks(options, operands) -> _KeyBlock:
 
 
 def _join(blocks, axis, length):
-    """Undoes the split of `_blocks`.
-
-    The leading axis goes back in front of `axis`, and the padding is dropped.
-    """
+    """Undoes the split of `_blocks`: the leading axis goes back in front of `axis`."""
     axis = blocks.ndim + axis
     array = jnp.moveaxis(blocks, 0, axis - 1)
     array = array.reshape(*array.shape[: axis - 1], -1, *array.shape[axis + 1 :])
@@ -352,7 +313,5 @@ def _keep(operands, block, shape):
 def _sum_to(array, shape):
     """Sums an array over leading axes along which something of this shape was broadcast to it."""
     array = array.sum(tuple(range(array.ndim - len(shape))))
-    axes = tuple(
-        axis for axis, length in enumerate(shape) if length == 1 and array.shape[axis] != 1
-    )
+    axes = tuple(i for i, length in enumerate(shape) if length == 1 and array.shape[i] != 1)
     return array.sum(axes, keepdims=True) if axes else array

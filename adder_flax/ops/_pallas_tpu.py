@@ -6,30 +6,39 @@ operations a cycle. A term of `l1` is three of them (subtract, absolute value, a
 three and a tanh on the transcendental unit: at 1.5 GHz, 2.0, 1.5, 1.2 and 1.5e12 terms a second and
 core at most.
 
-**Form.** A program of the grid (B, I, J, C) adds the terms of one block of c to one block of the
-output, which stays in VMEM while c advances. In it, bands of `Tile.band` rows are finished one
-after another, with totals in registers. Columns are read along lanes, one sublane a term. Rows come
-with c along lanes: a lane is copied to all lanes by a permutation, which is paid once for each
-eight rows and shared by all columns of the block; so blocks are wide. Results are the same bits on
-every run: nothing is shared between programs but the output that one of them owns.
+**Form.** All functions are one reduction over pairs, out[b, i, j] = sum over c of a term of
+operands at b, i, j, c: rows (axes i, c), columns (c, j), one number for each c, or what is fixed
+during the sum (i j, i or j). A program of the grid (B, I, J, C) adds the terms of one block of c to
+one block of the output, which stays in VMEM while c advances. In it, bands of `Tile.band` rows are
+finished one after another, with totals in registers. Columns are read along lanes, one sublane a
+term. Rows come with c along lanes: a lane is copied to all lanes by a permutation, which is paid
+once for each eight rows and shared by all columns of the block; so blocks are wide. Results are the
+same bits on every run: nothing is shared between programs but the output that one of them owns.
 
 **Block sizes** come from the instruction bundles that the TPU compiler emits for v5e: with the
 sizes of `Tile`, its inner loops issue 78 % (`l1`), 84 % (`hardtanh`), 87 % (`sign`) and 81 %
 (additive) of those bounds.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from adder_flax.ops._arrays import upcast
-from adder_flax.ops._pallas import Operand, PallasBackend
+from adder_flax.ops._arrays import Operand, axis_lengths, to_nk, upcast
+from adder_flax.ops._backend import Backend, up_to_float32
+from adder_flax.ops._xla import unless_empty
 
 _LANES = 128
 _SUBLANES = 8
+# Makes +-1 of any difference of two unequal floats when the product is clipped to [-1,
+# 1]. Subnormal differences, below the reciprocal, are the exception: they count as almost
+# equal.
+_SIGN_SLOPE = 2.0**126
 
 
 class Tile(NamedTuple):
@@ -50,11 +59,38 @@ class Tile(NamedTuple):
     unroll: int = 32
 
 
-class PallasTpuBackend(PallasBackend):
+class Reduction(NamedTuple):
+    """One reduction over pairs, in functions of float32 blocks that broadcast to one of the output.
+
+    Attributes:
+      operands: what is read, in the order in which the functions below take it.
+      step: `step(totals, held, *values)` returns the totals with one term added; `values` are the
+        operands with a `c`, `held` those without.
+      totals: how many sums there are.
+      finish: applied to each total after the last term.
+    """
+
+    operands: Sequence[Operand]
+    step: Callable
+    totals: int = 1
+    finish: Callable = lambda total: total
+
+    def out_types(self, size: dict[str, int]) -> list[jax.ShapeDtypeStruct]:
+        """Returns the type of each output, which varies under `jax.shard_map` over the mesh axes
+        that any operand does.
+        """
+        arrays = [array for array, _ in self.operands]
+        total = jax.eval_shape(
+            lambda *arrays: sum(a.astype(jnp.float32).sum() for a in arrays), *arrays
+        )
+        return [total.update(shape=(size["b"], size["i"], size["j"]))] * self.totals
+
+
+class PallasTpuBackend(Backend):
     """Kernels for TPUs from v5e on.
 
     Args:
-      interpret: run the kernels in Pallas's interpreter.
+      interpret: run the kernels in Pallas's interpreter: anywhere, slowly, for tests.
       block: sizes of blocks, where not the default ones.
     """
 
@@ -62,13 +98,81 @@ class PallasTpuBackend(PallasBackend):
     platforms = ("tpu",)
     split_by = "mesh"
     portable = True
+    supports = up_to_float32
 
     def __init__(self, interpret: bool = False, block: Tile | None = None):
-        super().__init__(interpret)
+        self.interpret = interpret
         self._block = block or Tile()
 
-    def run_kernel(self, reduction):
-        size, out_types = reduction.sizes(), reduction.out_types()
+    @unless_empty
+    def l1(self, x, w, axes):
+        def step(totals, _, x_c, w_c):
+            return (totals[0] + jnp.abs(x_c - w_c),)
+
+        operands = [Operand(x, "ic"), Operand(w, "cj" if axes == "kn" else "jc")]
+        (y,) = self._reduce(Reduction(operands, step, finish=jnp.negative))
+        return y
+
+    @unless_empty
+    def l1_pullback_x(self, x, w, g, rule, axes):
+        columns = Operand(w, "jc" if axes == "kn" else "cj")
+        return self._reduce_rule(Operand(g, "ic"), columns, Operand(x, "ij"), rule)
+
+    @unless_empty
+    def l1_pullback_w(self, x, w, g, rule, axes):
+        # The same sum with the roles of x and w exchanged.
+        operands = Operand(g, "ci"), Operand(x, "cj"), Operand(to_nk(w, axes), "ij")
+        return to_nk(self._reduce_rule(*operands, rule), axes)
+
+    def _reduce_rule(self, g: Operand, w: Operand, x: Operand, rule) -> jax.Array:
+        """Computes sum over c of g[i, c] rule(w[c, j] - x[i, j])."""
+
+        def step(totals, held, g_c, w_c):
+            return (totals[0] + g_c * _apply(rule, w_c - held[0]),)
+
+        (dx,) = self._reduce(Reduction([g, w, x], step))
+        return dx
+
+    @unless_empty
+    def l1_pushforward(self, x, w, dx, rule, axes):
+        def step(totals, _, x_c, w_c, dx_c):
+            return (totals[0] + dx_c * _apply(rule, w_c - x_c),)
+
+        operands = [Operand(x, "ic"), Operand(w, "cj" if axes == "kn" else "jc"), Operand(dx, "ic")]
+        (dy,) = self._reduce(Reduction(operands, step))
+        return dy
+
+    @unless_empty
+    def additive(self, query, key, v):
+        def step(totals, _, query_c, key_c, v_c):
+            return (totals[0] + v_c * jnp.tanh(query_c + key_c),)
+
+        operands = [Operand(query, "ic"), Operand(key, "jc"), Operand(v, "c")]
+        (scores,) = self._reduce(Reduction(operands, step))
+        return scores
+
+    @unless_empty
+    def additive_pullback(self, query, key, v, g):
+        def slope_step(totals, held, g_c, query_c):
+            hidden = jnp.tanh(query_c + held[0])
+            return (totals[0] + g_c * (1.0 - hidden * hidden),)
+
+        def slope_and_value_step(totals, held, g_c, key_c):
+            hidden = jnp.tanh(held[0] + key_c)
+            return totals[0] + g_c * (1.0 - hidden * hidden), totals[1] + g_c * hidden
+
+        (dk,) = self._reduce(
+            Reduction([Operand(g, "ci"), Operand(query, "cj"), Operand(key, "ij")], slope_step)
+        )
+        operands = [Operand(g, "ic"), Operand(key, "cj"), Operand(query, "ij")]
+        dq, dv = self._reduce(Reduction(operands, slope_and_value_step, totals=2))
+        (v,) = upcast(v)
+        return dq * v[:, None], dk * v[:, None], dv.sum(1)
+
+    def _reduce(self, reduction: Reduction) -> Sequence[jax.Array]:
+        """Computes the reduction; returns one float32 array (B, I, J) for each of its totals."""
+        size = axis_lengths(reduction.operands)
+        out_types = reduction.out_types(size)
         operands = [_laid_out(operand) for operand in reduction.operands]
         axes = [operand.axes for operand in operands]
         length = {
@@ -101,6 +205,11 @@ class PallasTpuBackend(PallasBackend):
             ),
             interpret=self.interpret,
         )(*[operand.array for operand in operands])
+
+
+def _apply(rule, difference):
+    slope = _SIGN_SLOPE if rule.name == "sign" else rule.slope
+    return jnp.clip(difference if slope == 1 else slope * difference, -1.0, 1.0)
 
 
 def _block_length(length: int, largest: int, multiple: int) -> int:
@@ -144,16 +253,13 @@ def _add_block(reduction, block, count, block_count, inputs, out_refs):
     @pl.loop(0, rows // block.band)
     def _(n):
         band = pl.ds(n * block.band, block.band)
-        fixed = [
+        held = [
             ref[0, band if axes[0] == "i" else slice(None)]
             for ref, axes in inputs
             if "c" not in axes
         ]
-        begun, held = reduction.begin(jnp.zeros((block.band, columns), jnp.float32), *fixed)
-        totals = tuple(
-            jnp.where(step == 0, first, ref[0, band])
-            for first, ref in zip(begun, out_refs, strict=True)
-        )
+        zero = jnp.zeros((block.band, columns), jnp.float32)
+        totals = tuple(jnp.where(step == 0, zero, ref[0, band]) for ref in out_refs)
 
         def add_terms(c, totals, count):
             values = [

@@ -16,7 +16,6 @@ whose types say how arrays are split, the result is split as the operands are an
 on automatic axes.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,18 +31,11 @@ Axes = Sequence[Sequence[str]]
 
 
 def split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) -> Callable:
-    """Returns `function` with a rule that tells the compiler which parts of the operands give which
-    parts of the results.
-
-    Args:
-      function: what computes whole results from whole operands, and parts from parts.
-      operand_axes: names of the axes of each operand.
-      result_axes: names of the axes of each result.
+    """Returns `function`, which makes parts of parts, with a rule that tells the compiler which
+    parts of the operands give which parts of the results.
     """
     names = list(dict.fromkeys(name for axes in [*operand_axes, *result_axes] for name in axes))
-    kept = [
-        name for name in names if all(name in axes for axes in result_axes) and not name.isupper()
-    ]
+    kept = [n for n in names if all(n in axes for axes in result_axes) and not n.isupper()]
     summed = [name for name in names if not any(name in axes for axes in result_axes)]
 
     def partition(mesh, operands, results):
@@ -73,31 +65,21 @@ def split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) -> 
         return mesh, on_each_device, result_places, tuple(map(place, operand_axes))
 
     split = custom_partitioning(function)
-
-    def join(side):
-        return ", ".join(" ".join(axes) for axes in side)
-
+    join = lambda side: ", ".join(" ".join(axes) for axes in side)
     split.def_partition(
         partition,
         sharding_rule=f"{join(operand_axes)} -> {join(result_axes)}",
         reduction_factors=tuple(summed),
         need_replication_factors=tuple(name for name in names if name not in kept + summed),
     )
-
     return split
 
 
 def _assign_mesh_axes(
     mesh: Mesh | AbstractMesh, arrays, names: Sequence[str]
 ) -> Mapping[str, tuple[str, ...]]:
-    """Returns over which mesh axes to split each named axis: those of the first array that splits
-    it evenly.
-
-    Args:
-      mesh: the devices.
-      arrays: pairs of an array type with a sharding and the names of its axes, the most important
-        first.
-      names: the axes that may be split.
+    """Returns over which mesh axes to split each of the named axes: those of the first array that
+    splits it evenly, of pairs of an array type with a sharding and the names of its axes.
     """
     split = {}
     for array, axes in arrays:
@@ -115,15 +97,9 @@ def _assign_mesh_axes(
 
 
 def split_over_mesh(function: Callable, operand_axes: Axes, result_axes: Axes) -> Callable:
-    """Returns `function` split over the automatic axes of the mesh at hand.
-
-    The arguments are as in `split_by_rule`.
-    """
-    candidates = [
-        name
-        for name in dict.fromkeys(name for axes in operand_axes for name in axes)
-        if name not in "nk" and not name.isupper()
-    ]
+    """Returns `function` split over the automatic axes of the mesh at hand."""
+    names = dict.fromkeys(name for axes in operand_axes for name in axes)
+    candidates = [name for name in names if name not in "nk" and not name.isupper()]
 
     def on_mesh(*operands):
         mesh = jax.sharding.get_abstract_mesh()
@@ -133,19 +109,15 @@ def split_over_mesh(function: Callable, operand_axes: Axes, result_axes: Axes) -
         automatic = [axis for axis, kind in kinds if kind == AxisType.Auto]
         if math.prod(mesh.shape[axis] for axis in automatic) == 1:
             return function(*operands)
-        shapes = [
-            dict(zip(axes, a.shape, strict=True))
-            for axes, a in zip(operand_axes, operands, strict=True)
-        ]
-        lengths = dict(itertools.chain(*[shape.items() for shape in shapes]))
+        lengths = {}
+        for axes, a in zip(operand_axes, operands, strict=True):
+            lengths.update(zip(axes, a.shape, strict=True))
         split: dict[str, tuple[Any, ...]] = {name: () for name in candidates}
         for axis in automatic:
             for name in candidates:
-                if (
-                    lengths[name] % math.prod(mesh.shape[other] for other in (*split[name], axis))
-                    == 0
-                ):
-                    split[name] = (*split[name], axis)
+                wanted = (*split[name], axis)
+                if lengths[name] % math.prod(mesh.shape[other] for other in wanted) == 0:
+                    split[name] = wanted
                     break
 
         def on_each_device(*parts):
@@ -154,10 +126,8 @@ def split_over_mesh(function: Callable, operand_axes: Axes, result_axes: Axes) -
                 tuple(a for name in candidates if name not in axes for a in split[name])
                 for axes in result_axes
             ]
-            results = [
-                jax.lax.psum(r, axes) if axes else r
-                for r, axes in zip(results, missing, strict=True)
-            ]
+            summed = zip(results, missing, strict=True)
+            results = [jax.lax.psum(r, axes) if axes else r for r, axes in summed]
             return jax.tree.unflatten(structure, results)
 
         def places(all_axes):
@@ -182,14 +152,7 @@ def keep_explicit_axes(
     result_axes: Sequence[str],
 ) -> jax.Array:
     """Calls a function of arrays, which may be split over explicit axes of a mesh, as if these were
-    automatic.
-
-    Args:
-      function: from the operands to one array.
-      operands: its arguments.
-      operand_axes: names of the axes of each operand.
-      result_axes: names of the axes of the result, which is split along them as the first operand
-        is that has them.
+    automatic; the result is split along its axes as the first operand is that has them.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit not in mesh.axis_types:
@@ -215,10 +178,8 @@ def vary_alike(*operands: AnyArray) -> list[AnyArray]:
     if not varying:
         return list(operands)
     missing = [tuple(varying - jax.typeof(a).manual_axis_type.varying) for a in operands]
-    return [
-        jax.lax.pcast(a, axes, to="varying") if axes else a
-        for a, axes in zip(operands, missing, strict=True)
-    ]
+    cast = zip(operands, missing, strict=True)
+    return [jax.lax.pcast(a, axes, to="varying") if axes else a for a, axes in cast]
 
 
 def result_type(

@@ -25,7 +25,6 @@ from jax.sharding import use_abstract_mesh
 
 from adder_flax.arrays import AnyArray
 from adder_flax.ops import _partition
-from adder_flax.ops._arrays import accumulation_dtype
 from adder_flax.ops._backend import Backend, get_backend
 
 try:  # JAX has no public name for this, and may give it another
@@ -68,76 +67,39 @@ _pairs.multiple_results = True
 def call(backend: Backend, method: str, *operands: AnyArray, **options) -> Any:
     """Calls a function of a backend, as a primitive of JAX.
 
-    Args:
-      backend: what computes.
-      method: the name of the function, or of one of those that are made of a backend's, see
-        `_function`.
-      *operands: its arrays, with the same number of leading axes, none to many, where the function
-        expects one.
-      **options: its other arguments, hashable; for `l1` itself, beside `axes`, the rules of both
-        gradients.
-
-    Returns:
-      What the function returns, with those leading axes.
+    Operands have the same number of leading axes, none to many, where the function expects one, and
+    so has what it returns. Options are its other arguments, hashable; for `l1` itself, beside
+    `axes`, the rules of both gradients.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    results = _pairs.bind(
-        *_partition.vary_alike(*operands),
-        backend=backend,
-        method=method,
-        options=tuple(options.items()),
-        mesh=mesh,
-    )
+    given, static = tuple(options.items()), dict(backend=backend, method=method, mesh=mesh)
+    results = _pairs.bind(*_partition.vary_alike(*operands), options=given, **static)
     return results[0] if len(results) == 1 else tuple(results)
 
 
 def formula(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """Returns, for those who read programs, what an equation of one computes, as the plain formula.
+    """Returns, for those who read programs, what an equation of a jaxpr computes, as the plain
+    formula: the program of the reference backend, or None for what is not of this package.
 
-    Args:
-      equation: of a jaxpr. The functions of this package are one primitive there, whatever kernel
-        will run.
+    The functions of this package are one primitive there, whatever kernel will run.
 
-    Returns:
-      The program of the reference backend; None for equations that are not of this package.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from adder_flax import ops
-      >>> traced = jax.make_jaxpr(ops.l1_scores)(jnp.ones((2, 3)), jnp.ones((4, 3)))
-      >>> [
-      ...     str(equation.primitive)
-      ...     for equation in ops.formula(traced.eqns[-1]).eqns
-      ...     if "reduce" in str(equation)
-      ... ]
-      ['reduce_sum']
+    >>> from adder_flax import ops
+    >>> traced = jax.make_jaxpr(ops.l1_scores)(jnp.ones((2, 3)), jnp.ones((4, 3)))
+    >>> found = [str(equation.primitive) for equation in ops.formula(traced.eqns[-1]).eqns]
+    >>> [name for name in found if "reduce" in name]
+    ['reduce_sum']
     """
     if equation.primitive is not _pairs:
         return None
     method, options = equation.params["method"], dict(equation.params["options"])
     avals: list[Any] = [variable.aval for variable in equation.invars]
-    function = _on_leading_axes(
-        _function(get_backend("reference"), method, options),
-        _own_axes(method, options.get("axes", ""))[0],
-    )
-    return jax.make_jaxpr(function)(
-        *[jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-    )
-
-
-# -------------------------------------------------------------------------------------------------
-# Shapes
-# -------------------------------------------------------------------------------------------------
+    operands = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    return jax.make_jaxpr(_on_leading_axes(get_backend("reference"), method, options))(*operands)
 
 
 @functools.cache
 def _own_axes(method: str, axes: str = "") -> list[list[str]]:
-    """Returns the axes of the operands and of the results of a function, without leading ones.
-
-    Args:
-      method: the function's name.
-      axes: those of `w`.
-    """
+    """Returns the axes of the operands and of the results of a function, where `w` has `axes`."""
     sides = _FORMULAS[method].replace("w", axes).split("->")
     return [side.split(",") for side in sides]
 
@@ -155,7 +117,7 @@ def _abstract_eval(*operands, backend, method, options, mesh):
         lengths.update(zip(axes, a.shape[num_leading:], strict=True))
         alike.setdefault(a.ndim, a)
     batch = jnp.broadcast_shapes(*leading)
-    dtype, results = accumulation_dtype(jnp.result_type(*operands)), []
+    dtype, results = jnp.promote_types(jnp.result_type(*operands), jnp.float32), []
     for axes in result_axes:
         shape = (*batch, *map(lengths.__getitem__, axes))
         results.append(alike[len(shape)].update(shape=shape, dtype=dtype, weak_type=False))
@@ -165,25 +127,19 @@ def _abstract_eval(*operands, backend, method, options, mesh):
 _pairs.def_abstract_eval(_abstract_eval)
 
 
-# -------------------------------------------------------------------------------------------------
-# What runs
-# -------------------------------------------------------------------------------------------------
-
-
 def _function(backend: Backend, method: str, options: dict) -> Callable:
     """Returns a function of a backend, on operands with one leading axis."""
-    options = dict(options)
     if method == "l1":
         return functools.partial(backend.l1, axes=options["axes"])
     if "rule" in options and options["rule"].name == "full":
-        return functools.partial(
-            getattr(backend, method.replace("l1", "full")), axes=options["axes"]
-        )
+        method, options = method.replace("l1", "full"), {"axes": options["axes"]}
     return functools.partial(getattr(backend, method), **options)
 
 
-def _on_leading_axes(function: Callable, operand_axes: Sequence[str]) -> Callable:
-    """Returns a function on operands with any leading axes from one on operands with one."""
+def _on_leading_axes(backend: Backend, method: str, options: dict) -> Callable:
+    """Returns a function of a backend, on operands with any leading axes."""
+    function = _function(backend, method, options)
+    operand_axes = _own_axes(method, options.get("axes", ""))[0]
 
     def apply(*operands):
         leading = _leading(operands, operand_axes)
@@ -194,9 +150,8 @@ def _on_leading_axes(function: Callable, operand_axes: Sequence[str]) -> Callabl
         # Backends and their kernels know how not to repeat what is shared along a mapped
         # axis.
         shared = [axes[0] == 1 for axes in leading]
-        operands = [
-            jnp.squeeze(a, 0) if one else a for a, one in zip(operands, shared, strict=True)
-        ]
+        given = zip(operands, shared, strict=True)
+        operands = [jnp.squeeze(a, 0) if one else a for a, one in given]
         if all(shared):
             return jax.tree.map(lambda a: a[None], apply(*operands))
         return jax.vmap(apply, [None if one else 0 for one in shared])(*operands)
@@ -205,13 +160,11 @@ def _on_leading_axes(function: Callable, operand_axes: Sequence[str]) -> Callabl
 
 
 def _split(backend: Backend, method: str, options: dict, operands: Sequence, how: str) -> Callable:
-    """Returns a function of a backend, on operands of these shapes, split by a rule or over the
-    mesh.
-    """
-    operand_axes, result_axes = _own_axes(method, options.get("axes", ""))
-    function = _on_leading_axes(_function(backend, method, options), operand_axes)
+    """Returns a function of a backend, on operands of these shapes, split in one of the ways."""
+    function = _on_leading_axes(backend, method, options)
     if how == "compiler":
         return function
+    operand_axes, result_axes = _own_axes(method, options.get("axes", ""))
     leading = _leading(operands, operand_axes)
     batch = jnp.broadcast_shapes(*leading)
     # Leading axes of length one that others do not have are left away where the function
@@ -220,25 +173,18 @@ def _split(backend: Backend, method: str, options: dict, operands: Sequence, how
         tuple(i for i, length in enumerate(axes) if length == 1 and batch[i] != 1)
         for axes in leading
     ]
-    named = [
-        [f"b{i}" for i in range(len(batch)) if i not in without] + list(own)
-        for without, own in zip(lacking, operand_axes, strict=True)
-    ]
-    results = [[f"b{i}" for i in range(len(batch))] + list(own) for own in result_axes]
+
+    def named(own, without=()):
+        return [f"b{i}" for i in range(len(batch)) if i not in without] + list(own)
 
     def on_parts(*parts):
-        return function(
-            *[jnp.expand_dims(a, without) for a, without in zip(parts, lacking, strict=True)]
-        )
+        return function(*map(jnp.expand_dims, parts, lacking))
 
-    split = (_partition.split_by_rule if how == "rule" else _partition.split_over_mesh)(
-        on_parts, named, results
+    split_by = _partition.split_by_rule if how == "rule" else _partition.split_over_mesh
+    split = split_by(
+        on_parts, list(map(named, operand_axes, lacking)), list(map(named, result_axes))
     )
-
-    def on_wholes(*arrays):
-        return split(*[jnp.squeeze(a, without) for a, without in zip(arrays, lacking, strict=True)])
-
-    return on_wholes
+    return lambda *arrays: split(*map(jnp.squeeze, arrays, lacking))
 
 
 def _lower(
@@ -287,9 +233,7 @@ def _compiled(**static):
 _pairs.def_impl(lambda *operands, **static: _compiled(**static)(*operands))
 
 
-# -------------------------------------------------------------------------------------------------
 # Transformations
-# -------------------------------------------------------------------------------------------------
 
 
 def _batch(operands, dims, **static):
@@ -303,110 +247,106 @@ def _batch(operands, dims, **static):
 batching.primitive_batchers[_pairs] = _batch
 
 
-def _is_zero(tangent) -> bool:
-    return type(tangent) is ad.Zero
+# What `l1_pushforward_both` and `l1_pullback` are to one of the two operands alone.
+_ONE_SIDE = {"l1_pushforward_both": ("l1_pushforward", "l1_pushforward_w")}
+_ONE_SIDE_TRANSPOSED = {
+    "l1_pushforward_both": ("l1_pullback_x", "l1_pullback_w"),
+    "l1_pullback": ("l1_pushforward", "l1_pushforward_w"),
+}
+
+
+def _present(tangents) -> list[int]:
+    return [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
 
 
 def _jvp(operands, tangents, *, backend, method, options, mesh):
     bind = functools.partial(_pairs.bind, backend=backend, mesh=mesh)
-    results = bind(*operands, method=method, options=options)
+    results, present = bind(*operands, method=method, options=options), _present(tangents)
     if method == "l1":
-        parts = [_l1_tangents(bind, operands, tangents, dict(options))]
+        parts = _l1_tangents(bind, operands, tangents, present, dict(options))
     elif method in _OF_THREE:
         tangents = map(ad.instantiate_zeros, tangents)
         parts = [bind(*operands, *tangents, method=f"{method}_pushforward", options=options)]
     else:
-        linear = _linear_operands(method)
+        first = 3 if method.startswith(_OF_THREE) else 2
         parts = []
-        if not all(_is_zero(tangents[i]) for i in linear):
-            parts.append(_linear_tangents(bind, operands, tangents, method, options))
-        if not all(_is_zero(tangent) for i, tangent in enumerate(tangents) if i not in linear):
-            parts.append(_second_order_tangents(operands, tangents, method, dict(options)))
+        if present[-1] >= first:
+            parts.append(_linear_tangents(bind, operands, tangents, method, options, first))
+        if present[0] < first:
+            parts.append(_second_order_tangents(operands, tangents, method, dict(options), first))
     return results, functools.reduce(lambda *sides: list(map(jnp.add, *sides)), parts)
 
 
 ad.primitive_jvps[_pairs] = _jvp
 
 
-def _linear_operands(method: str) -> list[int]:
-    """Returns which operands a pushforward or pullback is linear in: tangents, or the cotangent."""
-    count = len(_FORMULAS[method].split("->")[0].split(","))
-    return list(range(3 if method.startswith(_OF_THREE) else 2, count))
-
-
-def _l1_tangents(bind, operands, tangents, options):
+def _l1_tangents(bind, operands, tangents, present, options):
     """The derivative of the L1 sum by the declared rules."""
-    (x, w), (dx, dw), axes = operands, tangents, options["axes"]
-    x_rule, w_rule = options["x_rule"], options["w_rule"]
-
-    def bind_side(method, d, rule):
-        return bind(x, w, *d, method=method, options=(("rule", rule), ("axes", axes)))
-
-    if not _is_zero(dx) and not _is_zero(dw) and x_rule == w_rule and x_rule.name != "full":
-        return bind_side("l1_pushforward_both", (dx, dw), x_rule)
-    parts = []
-    if not _is_zero(dx):
-        parts.append(bind_side("l1_pushforward", (dx,), x_rule))
-    if not _is_zero(dw):
-        parts.append(bind_side("l1_pushforward_w", (dw,), w_rule))
-    return parts[0] if len(parts) == 1 else list(map(jnp.add, *parts))
-
-
-def _linear_tangents(bind, operands, tangents, method, options):
-    """The derivative of a pushforward or pullback with respect to what it is linear in."""
-    linear = _linear_operands(method)
-    present = [i for i in linear if not _is_zero(tangents[i])]
-    if method == "l1_pushforward_both" and len(present) == 1:
-        method = {2: "l1_pushforward", 3: "l1_pushforward_w"}[present[0]]
-        return bind(*operands[:2], tangents[present[0]], method=method, options=options)
-    moved = list(operands)
-    for i in linear:
-        moved[i] = ad.instantiate_zeros(tangents[i])
-    return bind(*moved, method=method, options=options)
+    axes, rules = ("axes", options["axes"]), (options["x_rule"], options["w_rule"])
+    if present == [0, 1] and rules[0] == rules[1] and rules[0].name != "full":
+        given = ("rule", rules[0]), axes
+        return [bind(*operands, *tangents, method="l1_pushforward_both", options=given)]
+    return [
+        bind(
+            *operands,
+            tangents[i],
+            method=("l1_pushforward", "l1_pushforward_w")[i],
+            options=(("rule", rules[i]), axes),
+        )
+        for i in present
+    ]
 
 
-def _second_order_tangents(operands, tangents, method, options):
+def _linear_tangents(bind, operands, tangents, method, options, first):
+    """The derivative of a pushforward or pullback with respect to what it is linear in: tangents,
+    or the cotangent, from the operand `first` on.
+    """
+    present = [i for i in _present(tangents) if i >= first]
+    if method in _ONE_SIDE and len(present) == 1:
+        method = _ONE_SIDE[method][present[0] - first]
+        moved = [tangents[present[0]]]
+    else:
+        moved = map(ad.instantiate_zeros, tangents[first:])
+    return bind(*operands[:first], *moved, method=method, options=options)
+
+
+def _second_order_tangents(operands, tangents, method, options, first):
     """The derivative of a pushforward or pullback, by its blocked formula, with respect to the
     other operands.
     """
-    linear, axes = _linear_operands(method), _own_axes(method, options.get("axes", ""))[0]
-    function = _on_leading_axes(_function(get_backend("xla"), method, options), axes)
-    others = [i for i in range(len(operands)) if i not in linear]
-
-    def of_others(*moved):
-        at = dict(zip(others, moved, strict=True))
-        return function(*[at.get(i, a) for i, a in enumerate(operands)])
-
-    primals, moves = (
-        [operands[i] for i in others],
-        [ad.instantiate_zeros(tangents[i]) for i in others],
-    )
-    return jax.tree.leaves(jax.jvp(of_others, primals, moves)[1])
+    function = _on_leading_axes(get_backend("xla"), method, options)
+    of_others = lambda *others: function(*others, *operands[first:])
+    moves = [ad.instantiate_zeros(tangent) for tangent in tangents[:first]]
+    return jax.tree.leaves(jax.jvp(of_others, list(operands[:first]), moves)[1])
 
 
 def _transpose(cotangents, *operands, backend, method, options, mesh):
-    present = [i for i, a in enumerate(operands) if ad.is_undefined_primal(a)]
-    results = [ad.Zero(a.aval) if ad.is_undefined_primal(a) else None for a in operands]
-    given = [i for i, g in enumerate(cotangents) if not _is_zero(g)]
+    first = 3 if method.startswith(_OF_THREE) else 2
+    present: list[int] = []
+    results: list[Any] = [None] * len(operands)
+    for i, a in enumerate(operands):
+        if ad.is_undefined_primal(a):
+            results[i] = ad.Zero(a.aval)
+            present.append(i)
+    given, transposed = _present(cotangents), _TRANSPOSES[method]
     if not given:
         return results
-    transposed = _TRANSPOSES[method]
-    held = [a for a in operands if not ad.is_undefined_primal(a)][
-        : 3 if method.startswith(_OF_THREE) else 2
-    ]
     if method == "l1_pullback" and len(given) == 1:
-        transposed, cotangents = (
-            ("l1_pushforward", "l1_pushforward_w")[given[0]],
-            [cotangents[given[0]]],
-        )
+        transposed = _ONE_SIDE_TRANSPOSED[method][given[0]]
+        cotangents = [cotangents[given[0]]]
     if method == "l1_pushforward_both" and len(present) == 1:
-        transposed = {2: "l1_pullback_x", 3: "l1_pullback_w"}[present[0]]
+        transposed = _ONE_SIDE_TRANSPOSED[method][present[0] - first]
     cotangents = map(ad.instantiate_zeros, cotangents)
     gradients = _pairs.bind(
-        *held, *cotangents, backend=backend, method=transposed, options=options, mesh=mesh
+        *operands[:first],
+        *cotangents,
+        backend=backend,
+        method=transposed,
+        options=options,
+        mesh=mesh,
     )
     if method.startswith(_OF_THREE) and method.endswith("pushforward"):
-        gradients = [gradients[i - 3] for i in present]
+        gradients = [gradients[i - first] for i in present]
     for i, gradient in zip(present, gradients, strict=True):
         results[i] = _sum_to(gradient, operands[i].aval)
     return results
@@ -419,9 +359,6 @@ def _sum_to(gradient, aval):
     """Sums over the axes along which an operand was repeated."""
     if gradient.shape == aval.shape:
         return gradient.astype(aval.dtype)
-    repeated = tuple(
-        i
-        for i, (length, own) in enumerate(zip(gradient.shape, aval.shape, strict=True))
-        if own == 1 and length != 1
-    )
-    return gradient.sum(repeated, keepdims=True).astype(aval.dtype)
+    lengths = zip(gradient.shape, aval.shape, strict=True)
+    repeated = [i for i, (length, own) in enumerate(lengths) if own == 1 and length != 1]
+    return gradient.sum(tuple(repeated), keepdims=True).astype(aval.dtype)

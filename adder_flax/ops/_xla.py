@@ -50,9 +50,7 @@ def _blocked_sum(term, operands, init):
 
 
 def _scan_parts(add_part, operands, init, size):
-    """Returns what `add_part(total, parts)` makes of `init` with all parts of the operands in
-    order.
-    """
+    """Returns what `add_part(total, parts)` makes of `init` with all parts in order."""
     parts, remainder = divmod(operands[0].shape[0], size)
     if parts:
         init, _ = vary_alike(init, operands[0])
@@ -89,8 +87,8 @@ class XlaBackend(Backend):
 
     def l1_pullback_w(self, x, w, g, rule, axes):
         # The same sum with the roles of x and w exchanged.
-        dw = self.l1_pullback_x(to_nk(w, axes), x, jnp.swapaxes(g, 1, 2), rule, "nk")
-        return to_nk(dw, axes)
+        g = jnp.swapaxes(g, 1, 2)
+        return to_nk(self.l1_pullback_x(to_nk(w, axes), x, g, rule, "nk"), axes)
 
     def l1_pushforward(self, x, w, dx, rule, axes):
         x, w, dx = upcast(x, to_nk(w, axes), dx)
@@ -120,9 +118,8 @@ class XlaBackend(Backend):
 
         operands = [_leading(a, 2) for a in (query, key)] + [_leading(v, 1)]
         tangents = [_leading(a, 2) for a in (d_query, d_key)] + [_leading(d_v, 1)]
-        return _blocked_sum(
-            term, operands + tangents, jnp.zeros((*query.shape[:2], key.shape[1]), query.dtype)
-        )
+        init = jnp.zeros((*query.shape[:2], key.shape[1]), query.dtype)
+        return _blocked_sum(term, operands + tangents, init)
 
     def additive_pullback(self, query, key, v, g):
         query, key, v, g = upcast(query, key, v, g)
@@ -136,9 +133,8 @@ class XlaBackend(Backend):
 
         # One hidden unit at a time: its three sums reduce over both axes of g, so there
         # is no running total to block.
-        dq, dk, dv = lax.map(
-            one_hidden_unit, (_leading(query, 2), _leading(key, 2), _leading(v, 1))
-        )
+        units = _leading(query, 2), _leading(key, 2), _leading(v, 1)
+        dq, dk, dv = lax.map(one_hidden_unit, units)
         return jnp.moveaxis(dq, 0, 2), jnp.moveaxis(dk, 0, 2), jnp.moveaxis(dv, 0, 1)
 
 

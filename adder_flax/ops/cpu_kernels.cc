@@ -40,9 +40,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Vectors
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- Vectors ----
 
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
@@ -199,9 +197,7 @@ inline void Transpose(Vec (&square)[kLanes]) {
   }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Operands and results: matrices in any leading batch axes, of which an operand's may have length one
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- Operands and results: matrices in any leading batch axes, of which an operand's may have length one ----
 
 inline float FromBits(uint32_t bits) {
   float value;
@@ -283,9 +279,7 @@ class Batch {
   bool transposed_;
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
-// How work is cut
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- How work is cut ----
 
 // Fewest rows worth a panel of their own, since every block packs its panels itself: that costs about as much as the sums
 // of three to five rows.
@@ -307,9 +301,7 @@ struct Block {
   int64_t batch, row, rows, first_panel, end_panel;
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Memory and threads
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- Memory and threads ----
 
 // Buffers that belong to the thread and outlive the call, so that a kernel neither allocates nor faults pages in again.
 // One object at a time in a thread.
@@ -413,9 +405,7 @@ void ForEachBlock(ffi::ThreadPool& pool, const Grid& grid, int64_t fewest_rows,
   }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Packing
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- Packing ----
 
 // How far ahead to fetch rows of a matrix while copying a few columns of it: the hardware sees no pattern in that.
 constexpr int64_t kPrefetchRows = 24;
@@ -578,9 +568,7 @@ inline void StoreTile(const Matrix& result, int64_t row, int64_t rows, int64_t c
   for (int r = 0; r < kRows && row + r < rows; ++r) StoreRow(result, row + r, cols, add, tile[r]);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Sums over the contracted axis: the inner loops
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- Sums over the contracted axis: the inner loops ----
 
 template <int kRows, int kVecs>
 using Tile = Vec[kRows][kVecs];
@@ -650,9 +638,7 @@ __attribute__((noinline)) int64_t SumInRegisters(const Term& term, int64_t itera
   return iterations * kRows * kVecs * kLanes;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Forward: y = -sum |x - w|
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- Forward: y = -sum |x - w| ----
 
 // sum |x - w| = 2 sum max(x, w) - sum x - sum w: two instructions a term in place of three. The subtraction cancels when
 // distances are small beside the norms, and knows nothing of infinities, so an element keeps this form only if its distance
@@ -832,9 +818,7 @@ ffi::Error L1Forward(ffi::ThreadPool pool, ffi::AnyBuffer x_buffer, ffi::AnyBuff
   return ffi::Error::Success();
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Gradients of the L1 sums
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- Gradients of the L1 sums ----
 
 // A gradient rule is a function of a vector of differences, applied as scale * rule(d) with the scale left to the end of
 // the sum.
@@ -1115,9 +1099,7 @@ ffi::Error L1Pushforward(ffi::ThreadPool pool, ffi::AnyBuffer x_buffer, ffi::Any
   return ffi::Error::Success();
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Additive scores: s = sum v tanh(query + key)
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- Additive scores: s = sum v tanh(query + key) ----
 
 // 1 / v for normal numbers, to float32 rounding.
 inline Vec Reciprocal(Vec v) {
@@ -1172,9 +1154,7 @@ ffi::Error AdditiveForward(ffi::ThreadPool pool, ffi::AnyBuffer query_buffer, ff
   return ffi::Error::Success();
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Joint gradients of scores: both operands' gradients share the rule or the tanh of a pair
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- Joint gradients of scores: both operands' gradients share the rule or the tanh of a pair ----
 
 template <class Rule>
 struct L1Joint {
@@ -1301,9 +1281,7 @@ ffi::Error AdditivePullback(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::Any
   return ffi::Error::Success();
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// LayerNorm: y = scale (x - mean) / sqrt(variance + epsilon) + bias, over the columns of each row
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- LayerNorm: y = scale (x - mean) / sqrt(variance + epsilon) + bias, over the columns of each row ----
 
 // Sums over columns of f(col, width): vectors, and single numbers behind the last whole one.
 template <class... Sums, class F>
@@ -1463,9 +1441,7 @@ ffi::Error LayerNormPullback(ffi::ThreadPool pool, ffi::AnyBuffer x_buffer, ffi:
   return ffi::Error::Success();
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The bound that benchmarks compare with: the instructions of a term and nothing else
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- The bound that benchmarks compare with: the instructions of a term and nothing else ----
 
 // Runs one of several loops over these terms, which differ in how many sums there are to hide the latency of an addition
 // and in the term. Returns how many terms it added up; none if there is no such loop. The fastest one is the bound.
@@ -1512,97 +1488,32 @@ int64_t AdderFlaxBoundAdditive(int64_t loop, int64_t iterations) {
 
 }  // extern "C"
 
-// ---------------------------------------------------------------------------------------------------------------------
-// What Python registers with XLA
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- What Python registers with XLA ----
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxL1Forward, L1Forward,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // x
-                                  .Arg<ffi::AnyBuffer>()  // w
-                                  .Ret<ffi::AnyBuffer>()  // y
-                                  .Attr<bool>("w_is_nk"));
+// How XLA calls a kernel of so many operands and results, all of them buffers whose types the kernel looks at.
+template <int kOperands, int kResults, class Binding>
+auto WithBuffers(Binding binding) {
+  if constexpr (kOperands > 0) {
+    return WithBuffers<kOperands - 1, kResults>(std::move(binding).template Arg<ffi::AnyBuffer>());
+  } else if constexpr (kResults > 1) {
+    return WithBuffers<0, kResults - 1>(std::move(binding).template Ret<ffi::AnyBuffer>());
+  } else {
+    return std::move(binding).template Ret<ffi::AnyBuffer>();
+  }
+}
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxL1Pullback, L1Pullback,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // own
-                                  .Arg<ffi::AnyBuffer>()  // other
-                                  .Arg<ffi::AnyBuffer>()  // g
-                                  .Ret<ffi::AnyBuffer>()  // d_own
-                                  .Attr<bool>("own_transposed")
-                                  .Attr<bool>("other_transposed")
-                                  .Attr<bool>("g_transposed")
-                                  .Attr<float>("slope"));
+#define ADDER_FLAX_KERNEL(name, operands, results, ...) \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                        \
+      AdderFlax##name, name, (WithBuffers<operands, results>(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()))__VA_ARGS__)
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxFullPullback, FullPullback,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // own
-                                  .Arg<ffi::AnyBuffer>()  // other
-                                  .Arg<ffi::AnyBuffer>()  // g
-                                  .Ret<ffi::AnyBuffer>()  // d_own
-                                  .Attr<bool>("own_transposed")
-                                  .Attr<bool>("other_transposed")
-                                  .Attr<bool>("g_transposed"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxL1JointPullback, L1JointPullback,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // query
-                                  .Arg<ffi::AnyBuffer>()  // key
-                                  .Arg<ffi::AnyBuffer>()  // g
-                                  .Ret<ffi::AnyBuffer>()  // d_query
-                                  .Ret<ffi::AnyBuffer>()  // d_key
-                                  .Attr<bool>("key_transposed")
-                                  .Attr<float>("slope"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxL1Pushforward, L1Pushforward,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // x
-                                  .Arg<ffi::AnyBuffer>()  // w
-                                  .Arg<ffi::AnyBuffer>()  // dx
-                                  .Ret<ffi::AnyBuffer>()  // dy
-                                  .Attr<bool>("w_is_nk")
-                                  .Attr<float>("slope"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxAdditiveForward, AdditiveForward,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // query
-                                  .Arg<ffi::AnyBuffer>()  // key
-                                  .Arg<ffi::AnyBuffer>()  // v
-                                  .Ret<ffi::AnyBuffer>());  // s
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxAdditivePullback, AdditivePullback,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // query
-                                  .Arg<ffi::AnyBuffer>()  // key
-                                  .Arg<ffi::AnyBuffer>()  // v
-                                  .Arg<ffi::AnyBuffer>()  // g
-                                  .Ret<ffi::AnyBuffer>()  // d_query
-                                  .Ret<ffi::AnyBuffer>()  // d_key
-                                  .Ret<ffi::AnyBuffer>());  // d_v
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxLayerNormForward, LayerNormForward,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // x
-                                  .Arg<ffi::AnyBuffer>()  // scale
-                                  .Arg<ffi::AnyBuffer>()  // bias
-                                  .Ret<ffi::AnyBuffer>()  // y
-                                  .Attr<float>("epsilon"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxLayerNormPullback, LayerNormPullback,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // x
-                                  .Arg<ffi::AnyBuffer>()  // scale
-                                  .Arg<ffi::AnyBuffer>()  // g
-                                  .Ret<ffi::AnyBuffer>()  // dx
-                                  .Ret<ffi::AnyBuffer>()  // d_scale
-                                  .Ret<ffi::AnyBuffer>()  // d_bias
-                                  .Attr<float>("epsilon"));
+ADDER_FLAX_KERNEL(L1Forward, 2, 1, .Attr<bool>("w_is_nk"));
+ADDER_FLAX_KERNEL(L1Pullback, 3, 1,
+                  .Attr<bool>("own_transposed").Attr<bool>("other_transposed").Attr<bool>("g_transposed").Attr<float>("slope"));
+ADDER_FLAX_KERNEL(FullPullback, 3, 1,
+                  .Attr<bool>("own_transposed").Attr<bool>("other_transposed").Attr<bool>("g_transposed"));
+ADDER_FLAX_KERNEL(L1JointPullback, 3, 2, .Attr<bool>("key_transposed").Attr<float>("slope"));
+ADDER_FLAX_KERNEL(L1Pushforward, 3, 1, .Attr<bool>("w_is_nk").Attr<float>("slope"));
+ADDER_FLAX_KERNEL(AdditiveForward, 3, 1);
+ADDER_FLAX_KERNEL(AdditivePullback, 4, 3);
+ADDER_FLAX_KERNEL(LayerNormForward, 3, 1, .Attr<float>("epsilon"));
+ADDER_FLAX_KERNEL(LayerNormPullback, 3, 3, .Attr<float>("epsilon"));

@@ -52,9 +52,7 @@ struct Sizes {
   static constexpr int kB = b, kI = i, kJ = j, kC = c, kStage = stage;
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Instructions
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- Instructions ----
 
 // 1/a in one instruction; a denormal result is 0.
 __device__ inline float Reciprocal(float a) {
@@ -67,9 +65,7 @@ __device__ inline float Reciprocal(float a) {
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Terms
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- Terms ----
 //
 // `Begin` gives the first totals, and what the steps hold, from the operands without a c; `Add` adds a term, or
 // `kAtOnce` of them, of the operands with one. Both take operands in the order of the call.
@@ -166,9 +162,7 @@ struct AdditivePullback : Plain {
   }
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The walk
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- The walk ----
 
 // std::conditional.
 template <bool first, class A, class B>

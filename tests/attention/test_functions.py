@@ -23,23 +23,11 @@ FUNCTIONS = dict(
 
 
 def make_inputs(
-    q_length,
-    k_length,
-    batch=(2,),
-    heads=HEADS,
-    kv_heads=HEADS,
-    q_dim=DIM,
-    k_dim=DIM,
-    v_dim=DIM,
-    seed=0,
+    q_length, k_length, batch=(2,), heads=HEADS, kv_heads=HEADS, q_dim=DIM, k_dim=DIM, v_dim=DIM
 ):
-    rng = np.random.default_rng(seed)
-    make = lambda length, h, dim: rng.normal(size=(*batch, length, h, dim)).astype(np.float32)
-    return (
-        make(q_length, heads, q_dim),
-        make(k_length, kv_heads, k_dim),
-        make(k_length, kv_heads, v_dim),
-    )
+    rng = np.random.default_rng(0)
+    sizes = (q_length, heads, q_dim), (k_length, kv_heads, k_dim), (k_length, kv_heads, v_dim)
+    return tuple(rng.normal(size=(*batch, *size)).astype(np.float32) for size in sizes)
 
 
 def make_parameters(name, heads=HEADS, q_dim=DIM, k_dim=DIM, layer_norm=False):
@@ -65,19 +53,21 @@ def compiled(name, **options):
     return jax.jit(functools.partial(call, name, return_weights=True, **options))
 
 
+def assert_as_reference(found, name, inputs, parameters, *, tolerances=(2e-5, 2e-6), **options):
+    """Compares an output and its map with the formula in float64."""
+    (out, weights), (rtol, atol) = found, tolerances
+    expected_out, expected_weights = reference.attention(name, *inputs, parameters, **options)
+    np.testing.assert_allclose(weights, expected_weights, rtol=rtol, atol=atol)
+    np.testing.assert_allclose(out, expected_out, rtol=rtol, atol=max(atol, 5e-6))
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("q_length", "k_length"), [(1, 1), (2, 2), (17, 17), (3, 5)])
 def test_equals_the_formula(name, q_length, k_length):
     inputs, parameters = make_inputs(q_length, k_length), make_parameters(name)
     identity = name == "adder" and q_length == k_length
-    out, weights = compiled(name, identity=None if q_length == k_length else False)(
-        *inputs, parameters
-    )
-    expected_out, expected_weights = reference.attention(
-        name, *inputs, parameters, identity=identity
-    )
-    np.testing.assert_allclose(weights, expected_weights, rtol=2e-5, atol=2e-6)
-    np.testing.assert_allclose(out, expected_out, rtol=2e-5, atol=5e-6)
+    run = compiled(name, identity=None if q_length == k_length else False)
+    assert_as_reference(run(*inputs, parameters), name, inputs, parameters, identity=identity)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -93,19 +83,10 @@ def test_mask_bias_temperature_and_scale_together(name):
         functools.partial(call, name, scale=0.7, is_causal=True, identity=True, return_weights=True)
     )
     arrays = dict(mask=mask, bias=bias, key_bias=key_bias, temperature=temperature)
-    out, weights = run(*inputs, parameters, **arrays)
-    expected_out, expected_weights = reference.attention(
-        name,
-        *inputs,
-        parameters,
-        scale=0.7,
-        temperature=temperature[:, None, None],
-        bias=bias + key_bias[:, None, :],
-        mask=mask & np.tril(np.ones((7, 7), bool)),
-        identity=True,
-    )
-    np.testing.assert_allclose(weights, expected_weights, rtol=2e-5, atol=2e-6)
-    np.testing.assert_allclose(out, expected_out, rtol=2e-5, atol=5e-6)
+    options = dict(scale=0.7, temperature=temperature[:, None, None], identity=True)
+    options |= dict(bias=bias + key_bias[:, None], mask=mask & np.tril(np.ones((7, 7), bool)))
+    found = run(*inputs, parameters, **arrays)
+    assert_as_reference(found, name, inputs, parameters, **options)
 
 
 @pytest.mark.parametrize("forbid", ["mask", "bias", "key_bias"])
@@ -143,20 +124,16 @@ def test_widths_of_query_key_and_value_may_differ(name, layer_norm):
         pytest.skip("LayerNorm belongs to additive scores")
     inputs = make_inputs(3, 5, q_dim=4, k_dim=7, v_dim=2)
     parameters = make_parameters(name, q_dim=4, k_dim=7, layer_norm=layer_norm)
-    out, weights = compiled(name)(*inputs, parameters)
-    expected_out, expected_weights = reference.attention(name, *inputs, parameters)
-    np.testing.assert_allclose(weights, expected_weights, rtol=5e-5, atol=5e-6)
-    np.testing.assert_allclose(out, expected_out, rtol=5e-5, atol=5e-6)
+    found = compiled(name)(*inputs, parameters)
+    assert_as_reference(found, name, inputs, parameters, tolerances=(5e-5, 5e-6))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_grouped_heads_share_keys_and_values(name):
     inputs = make_inputs(5, 5, heads=4, kv_heads=2)
     parameters = make_parameters(name, heads=4)
-    out, weights = compiled(name, identity=True)(*inputs, parameters)
-    expected_out, expected_weights = reference.attention(name, *inputs, parameters, identity=True)
-    np.testing.assert_allclose(weights, expected_weights, rtol=2e-5, atol=2e-6)
-    np.testing.assert_allclose(out, expected_out, rtol=2e-5, atol=5e-6)
+    found = compiled(name, identity=True)(*inputs, parameters)
+    assert_as_reference(found, name, inputs, parameters, identity=True)
 
 
 @pytest.mark.parametrize("name", NAMES)

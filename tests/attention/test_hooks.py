@@ -41,25 +41,18 @@ def params(inputs):
     return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / 3, shapes)
 
 
+def taken(options, *names):
+    return {name: options.pop(name) for name in names if name in options}
+
+
 class Nnx:
     """Flax NNX's module with given parameters."""
 
     @staticmethod
     def apply(attention_fn, params, inputs, *, rng=None, sow=False, **options):
-        built = {
-            name: options.pop(name)
-            for name in ("dropout_rate", "dtype", "precision")
-            if name in options
-        }
-        module = nnx.MultiHeadAttention(
-            HEADS,
-            WIDTH,
-            attention_fn=attention_fn,
-            decode=False,
-            keep_rngs=False,
-            rngs=nnx.Rngs(0),
-            **built,
-        )
+        built = taken(options, "dropout_rate", "dtype", "precision")
+        built |= dict(attention_fn=attention_fn, decode=False, keep_rngs=False)
+        module = nnx.MultiHeadAttention(HEADS, WIDTH, **built, rngs=nnx.Rngs(0))
         nnx.update(module, params)
         options |= dict(rngs=None if rng is None else nnx.Rngs(dropout=rng), sow_weights=sow)
         if not sow:
@@ -73,21 +66,11 @@ class Linen:
 
     @staticmethod
     def apply(attention_fn, params, inputs, *, rng=None, sow=False, **options):
-        built = {
-            name: options.pop(name)
-            for name in ("dropout_rate", "dtype", "precision")
-            if name in options
-        }
+        built = taken(options, "dropout_rate", "dtype", "precision")
         module = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn, **built)
         rngs = {} if rng is None else dict(dropout=rng)
-        out, state = module.apply(
-            {"params": params},
-            inputs,
-            sow_weights=sow,
-            rngs=rngs,
-            mutable=["intermediates"],
-            **options,
-        )
+        options |= dict(sow_weights=sow, rngs=rngs, mutable=["intermediates"])
+        out, state = module.apply({"params": params}, inputs, **options)
         return out, state["intermediates"]["attention_weights"][0] if sow else None
 
 
@@ -155,15 +138,8 @@ def test_dot_product_equals_flax_own(params, inputs, mask):
 @pytest.mark.parametrize("function", FUNCTIONS.values())
 def test_signature_names_what_linen_looks_for(function):
     names = set(inspect.signature(function).parameters)
-    passed = {
-        "mask",
-        "dropout_rng",
-        "dropout_rate",
-        "broadcast_dropout",
-        "deterministic",
-        "dtype",
-        "precision",
-    }
+    passed = {"mask", "dropout_rng", "dropout_rate", "broadcast_dropout", "deterministic"}
+    passed |= {"dtype", "precision"}
     assert passed | {"module", "bias", "is_causal"} <= names
     assert "score" not in names
 

@@ -19,8 +19,8 @@ from adder_flax.data.operations import (
 )
 from adder_flax.data.policies import draw_layer, operation_arguments, three_augment
 from adder_flax.settings import AugmentSettings
-from benchmarks import augment as augmenting
-from benchmarks.augment import FILL, PILLOW
+from tests.data import pillow
+from tests.data.pillow import FILL, PILLOW
 from tests.data.test_augment import FIVE_SIGMA, OFF
 
 choose_operation = jax.jit(choose_operation, static_argnames="fill")
@@ -28,7 +28,7 @@ choose_operation = jax.jit(choose_operation, static_argnames="fill")
 
 @pytest.fixture(scope="module")
 def photographs():
-    return augmenting.photographs()
+    return pillow.photographs()
 
 
 # One for each photograph, to both ends of the ranges.

@@ -25,128 +25,76 @@ def tokens():
     return rows(3, 5, 8)
 
 
+def images(side=4):
+    return rows(3, side, 4, 1)
+
+
+def pair(name, sizes, widths, make_inputs, **options):
+    """Makers of both forms of a module: `sizes` are both's, `widths` what Linen sees."""
+    in_nnx = getattr(attention if hasattr(attention, name) else layers, name)
+    order = (*sizes, *widths) if name == "MultiHeadAttention" else (*widths, *sizes)
+    return (
+        lambda: in_nnx(*order, **options, rngs=nnx.Rngs(0)),
+        lambda: getattr(linen, name)(*sizes, **options),
+        make_inputs,
+    )
+
+
+def vit(**options):
+    options = TINY | options
+    size = dict(image_size=4, channels=1)
+    return (
+        lambda: models.VisionTransformer(**size, **options, rngs=nnx.Rngs(0)),
+        lambda: linen.VisionTransformer(**options),
+        images,
+    )
+
+
+LEARNED = dict(score_options={"layer_norm": True}, temperature="learned", key_bias_length=5)
+STEM = dict(stem_channels=(3, 5), stem_strides=(2, 1), stem_linear=layers.AdderLinear)
+EMBED = [
+    (lambda: layers.PatchEmbed(2, 1, 8, rngs=nnx.Rngs(0)), lambda: linen.PatchEmbed(2, 8), images),
+    (
+        lambda: layers.PatchEmbed(4, 1, 8, **STEM, rngs=nnx.Rngs(0)),
+        lambda: linen.PatchEmbed(4, 8, **STEM),
+        lambda: images(8),
+    ),
+]
+POST = dict(qkv_linear="identity", norm_position="post", layer_scale=0.1)
 PAIRS = dict(
-    linear=(lambda: layers.Linear(8, 6, rngs=nnx.Rngs(0)), lambda: linen.Linear(6), tokens),
-    adder_linear=(
-        lambda: layers.AdderLinear(8, 6, rngs=nnx.Rngs(0)),
-        lambda: linen.AdderLinear(6),
-        tokens,
+    linear=pair("Linear", (6,), (8,), tokens),
+    adder_linear=pair("AdderLinear", (6,), (8,), tokens),
+    normed_linear=pair("NormedLinear", (6,), (8,), tokens),
+    bare_adder_linear=pair("AdderLinear", (6,), (8,), tokens, norm=None),
+    mlp=pair("Mlp", (12,), (8,), tokens),
+    patch_embed=EMBED[0],
+    adder_patch_embed=EMBED[1],
+    multi_head=pair(
+        *("MultiHeadAttention", (2,), (8,), tokens),
+        **dict(score="additive", num_kv_heads=1, out_features=6, **LEARNED),
     ),
-    bare_adder_linear=(
-        lambda: layers.AdderLinear(8, 6, norm=None, rngs=nnx.Rngs(0)),
-        lambda: linen.AdderLinear(6, norm=None),
-        tokens,
+    adder_multi_head=pair(
+        *("MultiHeadAttention", (2,), (8,), tokens), score="adder", scale="variance_matched"
     ),
-    normed_linear=(
-        lambda: layers.NormedLinear(8, 6, rngs=nnx.Rngs(0)),
-        lambda: linen.NormedLinear(6),
-        tokens,
+    block=pair(
+        "Block", (2,), (8,), tokens, score="adder", **ADDER, adder_options={"norm": "layernorm"}
     ),
-    mlp=(lambda: layers.Mlp(8, 12, rngs=nnx.Rngs(0)), lambda: linen.Mlp(12), tokens),
-    patch_embed=(
-        lambda: layers.PatchEmbed(2, 1, 8, rngs=nnx.Rngs(0)),
-        lambda: linen.PatchEmbed(2, 8),
-        lambda: rows(3, 4, 4, 1),
-    ),
-    conv_vit=(
-        lambda: models.VisionTransformer(
-            **VIT, stem_channels=(3,), pooling="mean", rngs=nnx.Rngs(0)
-        ),
-        lambda: linen.VisionTransformer(**TINY, stem_channels=(3,), pooling="mean"),
-        lambda: rows(3, 4, 4, 1),
-    ),
-    adder_patch_embed=(
-        lambda: layers.PatchEmbed(
-            4,
-            1,
-            8,
-            stem_channels=(3, 5),
-            stem_strides=(2, 1),
-            stem_linear=layers.AdderLinear,
-            rngs=nnx.Rngs(0),
-        ),
-        lambda: linen.PatchEmbed(
-            4, 8, stem_channels=(3, 5), stem_strides=(2, 1), stem_linear=layers.AdderLinear
-        ),
-        lambda: rows(3, 8, 4, 1),
-    ),
-    multi_head=(
-        lambda: attention.MultiHeadAttention(
-            2,
-            8,
-            score="additive",
-            score_options={"layer_norm": True},
-            temperature="learned",
-            key_bias_length=5,
-            num_kv_heads=1,
-            out_features=6,
-            rngs=nnx.Rngs(0),
-        ),
-        lambda: linen.MultiHeadAttention(
-            2,
-            score="additive",
-            score_options={"layer_norm": True},
-            temperature="learned",
-            key_bias_length=5,
-            num_kv_heads=1,
-            out_features=6,
-        ),
-        tokens,
-    ),
-    adder_multi_head=(
-        lambda: attention.MultiHeadAttention(
-            2, 8, score="adder", scale="variance_matched", rngs=nnx.Rngs(0)
-        ),
-        lambda: linen.MultiHeadAttention(2, score="adder", scale="variance_matched"),
-        tokens,
-    ),
-    block=(
-        lambda: layers.Block(
-            8, 2, score="adder", **ADDER, adder_options={"norm": "layernorm"}, rngs=nnx.Rngs(0)
-        ),
-        lambda: linen.Block(2, score="adder", **ADDER, adder_options={"norm": "layernorm"}),
-        tokens,
-    ),
-    post_norm_block=(
-        lambda: layers.Block(
-            8, 1, qkv_linear="identity", norm_position="post", layer_scale=0.1, rngs=nnx.Rngs(0)
-        ),
-        lambda: linen.Block(1, qkv_linear="identity", norm_position="post", layer_scale=0.1),
-        tokens,
-    ),
-    vit=(
-        lambda: models.VisionTransformer(
-            **VIT, score=["dot", "bilinear"], pooling="mean", rngs=nnx.Rngs(0)
-        ),
-        lambda: linen.VisionTransformer(**TINY, score=["dot", "bilinear"], pooling="mean"),
-        lambda: rows(3, 4, 4, 1),
-    ),
-    distilled_vit=(
-        lambda: models.VisionTransformer(
-            **VIT, distilled=True, norm_epsilon=1e-3, rngs=nnx.Rngs(0)
-        ),
-        lambda: linen.VisionTransformer(**TINY, distilled=True, norm_epsilon=1e-3),
-        lambda: rows(3, 4, 4, 1),
-    ),
-    registers_vit=(
-        lambda: models.VisionTransformer(
-            **VIT, registers=2, fc_norm=True, pooling="mean", rngs=nnx.Rngs(0)
-        ),
-        lambda: linen.VisionTransformer(**TINY, registers=2, fc_norm=True, pooling="mean"),
-        lambda: rows(3, 4, 4, 1),
-    ),
-    adder_vit=(
-        lambda: models.VisionTransformer(
-            **VIT, score="adder", **ADDER, key_block=3, rngs=nnx.Rngs(0)
-        ),
-        lambda: linen.VisionTransformer(**TINY, score="adder", **ADDER, key_block=3),
-        lambda: rows(3, 4, 4, 1),
-    ),
+    post_norm_block=pair("Block", (1,), (8,), tokens, **POST),
+    vit=vit(score=["dot", "bilinear"], pooling="mean"),
+    conv_vit=vit(stem_channels=(3,), pooling="mean"),
+    distilled_vit=vit(distilled=True, norm_epsilon=1e-3),
+    registers_vit=vit(registers=2, fc_norm=True, pooling="mean"),
+    adder_vit=vit(score="adder", **ADDER, key_block=3),
 )
 
 
 def shapes_of(tree):
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+
+
+def assert_close(found, expected):
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    jax.tree.map(close, found, expected)
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -166,14 +114,8 @@ def test_outputs_agree_for_one_parameter_tree(name):
 
 @pytest.mark.parametrize("score", attention.SCORES)
 def test_cross_attention_with_all_options_agrees(score):
-    size = dict(
-        score=score,
-        qkv_features=12,
-        out_features=6,
-        num_kv_heads=1,
-        identity=False,
-        temperature=0.7,
-    )
+    size = dict(score=score, qkv_features=12, out_features=6, num_kv_heads=1)
+    size |= dict(identity=False, temperature=0.7)
     ours = randomised(
         lambda: attention.MultiHeadAttention(2, 8, in_kv_features=6, **size, rngs=nnx.Rngs(0))
     )
@@ -186,11 +128,7 @@ def test_cross_attention_with_all_options_agrees(score):
     found = run_with_map(apply, params, *inputs)
     assert np.all(np.isfinite(found[0]))
     assert not np.any(found[1][0, :, 1])
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6),
-        found,
-        run_with_map(ours, *inputs, **options),
-    )
+    assert_close(found, run_with_map(ours, *inputs, **options))
 
 
 @pytest.mark.slow
@@ -254,24 +192,15 @@ def test_bfloat16_is_as_near_to_float32_in_both():
     ],
 )
 def test_classical_forms_agree(make_nnx, module):
-    query, key, mask = (
-        rows(2, 3, 4),
-        rows(2, 7, 6, seed=2),
-        jnp.asarray(np.random.default_rng(3).random((2, 3, 7)) < 0.5),
-    )
+    query, key = rows(2, 3, 4), rows(2, 7, 6, seed=2)
+    mask = jnp.asarray(np.random.default_rng(3).random((2, 3, 7)) < 0.5)
     ours = randomised(make_nnx)
     params = nnx.to_pure_dict(nnx.state(ours))
-    assert shapes_of(
-        jax.eval_shape(module.init, jax.random.key(0), query, key)["params"]
-    ) == shapes_of(params)
-    expected = run(ours, query, key, mask=mask, return_weights=True)
-    apply = jax.jit(
-        lambda params: module.apply({"params": params}, query, key, mask=mask, return_weights=True)
-    )
-    found = apply(params)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found, expected
-    )
+    initial = jax.eval_shape(module.init, jax.random.key(0), query, key)["params"]
+    assert shapes_of(initial) == shapes_of(params)
+    options = dict(mask=mask, return_weights=True)
+    found = jax.jit(lambda p: module.apply({"params": p}, query, key, **options))(params)
+    assert_close(found, run(ours, query, key, **options))
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from adder_flax.ops._arrays import GradientRule
 from adder_flax.ops._cuda import TILES, CudaBackend
 from adder_flax.ops._cuda import Tile as CudaTile
 from adder_flax.ops._pallas_tpu import PallasTpuBackend, Tile
 from adder_flax.ops._primitive import call
-from adder_flax.ops._rules import GradientRule
 from tests.ops.cuda_on_host import CudaOnHost
 
 # Small blocks, so that small arrays have several: (16, 32) on the GPU, (16, 128) and 128 terms on

@@ -46,18 +46,21 @@ def test_kernels_beside_their_bound(monkeypatch):
 
 def test_from_where_blocks_are_faster():
     table = ops.fused_table()
-    for score, ratios in {
-        "adder": (0.9, 1.2, 0.8, 1.1, 2.0),
-        "dot": (2.0, 1.0, 1.5),
-        "additive": (2.0, 0.9),
-    }.items():
+    found = {"adder": (0.9, 1.2, 0.8, 1.1, 2.0), "dot": (2.0, 1.0, 1.5), "additive": (2.0, 0.9)}
+    for score, ratios in found.items():
         for tokens, ratio in zip((17, 65, 197, 512, 1024), ratios, strict=False):
             table.add(score, f"3x{tokens}x64", 1.0, 1.0, ratio, 1.0, 1.0)
-    assert [ops.fused_from(table, score) for score in ("adder", "dot", "additive")] == [
-        512,
-        17,
-        None,
-    ]
+    assert [ops.fused_from(table, score) for score in found] == [512, 17, None]
+
+
+def test_sums_beside_their_product_and_their_broadcast():
+    table, bounds = ops.pairs_table(), ops.Bounds(None)
+    ops.bench_pairs(table, ops.layer_sums("small", (8, 4, 16)), ["xla"], bounds)
+    ops.bench_pairs(table, ops.score_sums("additive", (2, 8)), ["xla"], bounds)
+    layer, scores = table.rows
+    assert layer["dx G/s"] > 0
+    assert scores["dx G/s"] is None
+    assert all(row["/broadcast"] > 0 and row["/GEMM"] > 0 for row in table.rows)
 
 
 def test_attention_by_the_map_and_in_blocks():
@@ -77,11 +80,11 @@ def test_gradients_of_the_first_arguments():
 def test_a_share_of_a_bound_and_one_that_is_none():
     bounds = ops.Bounds(None)
     bounds.rates["forward"] = 4e9
-    table = ops.scores_table()
+    table = ops.pairs_table()
     for seconds in (0.5, 0.2):
         timings = Timings({"forward x": [seconds] * 3})
         part = ops.share(timings, "forward x", 10**9, bounds, "forward")
-        table.add("l1", "1x2x3", "x", *[1.0] * 8)
+        table.add("l1", "1x2x3", "x", *[1.0] * 13)
         table.rows[-1]["bound"] = part
     assert [row["bound"] for row in table.rows] == [0.5, 1.25]
     assert ops.above_bounds(table) == ["bound of l1, 1x2x3, x: 1.250"]

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from adder_flax.ops._arrays import GradientRule
 from adder_flax.ops._cuda import CudaBackend
 from adder_flax.ops._pallas_tpu import PallasTpuBackend
-from adder_flax.ops._rules import GradientRule
 from adder_flax.training.topology import compiler_folder
 from tests.processes import ROOT, simulated_devices
 
