@@ -9,12 +9,6 @@ class RunError(Exception):
     """A problem that a person can mend, told in one message: expected, got, how to fix.
 
     ``main.py`` prints it without a traceback and exits with ``exit_code``.
-
-    Example:
-      >>> raise RunError("expected a batch size over 0, got 0; set --config.batch_size")
-      Traceback (most recent call last):
-      ...
-      adder_flax.errors.RunError: expected a batch size over 0, got 0; set --config.batch_size
     """
 
     exit_code = 2
@@ -49,19 +43,7 @@ def user_errors(
 
 @contextmanager
 def writing(what: str, directory: str | Path) -> Iterator[None]:
-    """Turns a failure to write, such as a full disk, into an error of the run.
-
-    Example:
-      >>> import tempfile
-      >>> with (
-      ...     tempfile.TemporaryDirectory() as folder,
-      ...     writing("metrics", folder),
-      ... ):  # doctest: +ELLIPSIS
-      ...     raise OSError("[Errno 28] No space left on device")
-      Traceback (most recent call last):
-      ...
-      adder_flax.errors.RunError: expected to write metrics under ..., got: [Errno 28] No space left on device; what ...
-    """  # noqa: E501 - a message is one line
+    """Turns a failure to write, such as a full disk, into an error of the run."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -35,11 +35,7 @@ def load_experiment(path: str) -> ConfigDict:
     Example:
       >>> load_experiment("deit_small:cifar10").model.width
       384
-      >>> load_experiment("x.py")
-      Traceback (most recent call last):
-      ...
-      adder_flax.errors.RunError: expected an experiment file, got x.py: No such file or directory; set --config
-    """  # noqa: E501 - a message is one line
+    """
     if packed.NAME in path:
         return _from_packed(*path.partition("#")[::2])
     path, colon, argument = path.partition(":")
@@ -79,12 +75,11 @@ def _file_of(path: str) -> str:
     names = [file.stem for file in experiments.FOLDER.glob("*.py")]
     if path not in names:
         near = difflib.get_close_matches(path, names, n=1)
-        hint = (
-            f"did you mean {near[0]!r}? A file of your own ends in .py"
-            if near
-            else "a file of your own ends in .py"
+        hint = f"did you mean {near[0]!r}? A" if near else "a"
+        raise RunError(
+            f"expected an experiment that comes with the package, got {path!r}; {hint} file of "
+            "your own ends in .py"
         )
-        raise RunError(f"expected an experiment that comes with the package, got {path!r}; {hint}")
     return str(experiments.FOLDER / f"{path}.py")
 
 
@@ -95,13 +90,13 @@ def as_config(fields: dict[str, Any]) -> ConfigDict:
       >>> as_config({"profile_steps": [3, 5]}).profile_steps
       (3, 5)
     """
-    return ConfigDict(_with_tuples(fields))
 
+    def with_tuples(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: with_tuples(field) for name, field in value.items()}
+        return tuple(map(with_tuples, value)) if isinstance(value, list) else value
 
-def _with_tuples(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _with_tuples(field) for name, field in value.items()}
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+    return ConfigDict(with_tuples(fields))
 
 
 def _from_json(text: bytes, path: str) -> ConfigDict:

@@ -12,13 +12,7 @@ class MissingExtraError(ModuleNotFoundError):
 
 @contextlib.contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """Says how to install what the imports in a ``with`` block do not find.
-
-    Args:
-      extra: of ``pyproject.toml``, one that brings the libraries.
-
-    Raises:
-      MissingExtraError: one of them is not installed.
+    """Says which extra of ``pyproject.toml`` brings what imports in a ``with`` block do not find.
 
     Example:
       >>> with needs("report"):
@@ -36,12 +30,7 @@ def needs(extra: str) -> Iterator[None]:
 
 
 def missing(library: str, extra: str) -> MissingExtraError:
-    """Returns the error for a library, in the words of a message, that an extra would bring.
-
-    Example:
-      >>> print(missing("ptxas", "gpu-compile"))
-      expected ptxas, got none; in the repository of this project: pip install ".[gpu-compile]"
-    """
+    """Returns the error for a library, in the words of a message, that an extra would bring."""
     return MissingExtraError(
         f"expected {library}, got none; in the repository of this project: "
         f'pip install ".[{extra}]"',

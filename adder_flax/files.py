@@ -7,12 +7,7 @@ from pathlib import Path
 def write_whole(path: str | Path, content: bytes | bytearray) -> None:
     """Writes a file whole or not at all; one that is there stays until the new one is on the disk.
 
-    Args:
-      path: of a file, of a link to one, or of nothing.
-      content: of the file.
-
-    Raises:
-      OSError: it cannot be written; what was there is still there.
+    Where the path is a link, the file that it points to is replaced.
 
     Example:
       >>> import tempfile
@@ -35,11 +30,7 @@ def write_whole(path: str | Path, content: bytes | bytearray) -> None:
 
 
 def append(path: str | Path, content: bytes) -> None:
-    """Adds to the end of a file, or of a new one, and waits until that is on the disk.
-
-    Raises:
-      OSError: it cannot be written.
-    """
+    """Adds to the end of a file, or of a new one, and waits until that is on the disk."""
     with open(path, "ab") as stream:
         stream.write(content)
         stream.flush()

@@ -75,12 +75,7 @@ def evaluate(
     Example:
       >>> import jax, jax.numpy as jnp
       >>> program = jax.make_jaxpr(lambda x: jnp.exp(x) + 1.0)(0.0)
-      >>> def said(equation, inputs):
-      ...     print(equation.primitive.name)
-      ...     return apply(program.jaxpr, equation, inputs)
-      >>> [two] = evaluate(program, [0.0], said)
-      exp
-      add
+      >>> [two] = evaluate(program, [0.0], lambda *now: apply(program.jaxpr, *now))
       >>> float(two)
       2.0
     """
@@ -94,26 +89,10 @@ def evaluate(
 
 
 def apply(program: core.Jaxpr, equation: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Runs one equation of a program.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> program = jax.make_jaxpr(jnp.exp)(0.0).jaxpr
-      >>> [one] = apply(program, program.eqns[0], [0.0])
-      >>> float(one)
-      1.0
-    """
-    variables = {
-        atom: x
-        for atom, x in zip(equation.invars, inputs, strict=True)
-        if isinstance(atom, core.Var)
-    }
+    """Runs one equation of a program."""
+    pairs = zip(equation.invars, inputs, strict=True)
+    variables = {atom: x for atom, x in pairs if isinstance(atom, core.Var)}
     names = program.debug_info.with_unknown_names()
-    alone = program.replace(
-        constvars=[],
-        invars=list(variables),
-        outvars=equation.outvars,
-        eqns=[equation],
-        debug_info=names,
-    )
+    ends: dict[str, Any] = dict(invars=list(variables), outvars=equation.outvars)
+    alone = program.replace(constvars=[], eqns=[equation], debug_info=names, **ends)
     return core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*variables.values())

@@ -19,22 +19,12 @@ _DIGEST_BYTES = 32
 
 
 def folder() -> Path:
-    """Returns where to keep things: ``adder_flax`` in the user's cache folder; it may not exist.
-
-    Example:
-      >>> folder().name
-      'adder_flax'
-    """
+    """Returns where to keep things: ``adder_flax`` in the user's cache folder; it may not exist."""
     return platformdirs.user_cache_path("adder_flax", appauthor=False)
 
 
 def processor_name() -> str:
-    """Returns the model name of the host's processor, for records of what was measured.
-
-    Example:
-      >>> processor_name() != ""
-      True
-    """
+    """Returns the model name of the host's processor, for records of what was measured."""
     name = next((line for line in _facts() if line.startswith("model name")), "")
     return name.partition(":")[2].strip() or platform.processor() or platform.machine()
 
@@ -44,10 +34,6 @@ def processor() -> str:
 
     A home that machines share holds code for all of them, and an instruction that one does not have
     ends the process.
-
-    Example:
-      >>> processor() == processor() != ""
-      True
     """
     told = ("model name", "flags", "features", "cpu part")
     found = "\n".join(line for line in _facts() if line.lower().startswith(told))
@@ -74,20 +60,6 @@ def kept(
       use: makes of the content what is returned; raises OSError at one that it cannot use.
       key: what the content depends on.
       owner: who wants it, in the words of a message.
-
-    Raises:
-      OSError: `use` cannot use what `make` gives; beside that, what `make` raises.
-
-    Example:
-      >>> import os, tempfile
-      >>> from unittest import mock
-      >>> with tempfile.TemporaryDirectory() as place:
-      ...     with mock.patch.dict(os.environ, XDG_CACHE_HOME=place):
-      ...         for _ in range(2):
-      ...             kept("k", lambda: print("made") or b"code", len, key="1", owner="example")
-      made
-      4
-      4
     """
     path = folder() / name
     with contextlib.suppress(OSError):

@@ -15,10 +15,6 @@ NAME = "records.jsonl.xz"
 def read_packed(path: str | Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Returns the configuration of a comparison, and its records by their names.
 
-    Raises:
-      FileNotFoundError: there is no such file.
-      RunError: it is damaged.
-
     Example:
       >>> import tempfile
       >>> with tempfile.TemporaryDirectory() as folder:
@@ -43,13 +39,8 @@ def read_packed(path: str | Path) -> tuple[dict[str, Any], dict[str, dict[str, A
 def write_packed(
     path: str | Path, comparison: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Writes the file whole or not at all; the same records are the same bytes.
-
-    Raises:
-      OSError: it cannot be written.
-    """
+    """Writes the file whole or not at all; the same records are the same bytes."""
     lines = [comparison, *({"id": name, **records[name]} for name in sorted(records))]
-    text = "".join(
-        json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n" for line in lines
-    )
+    as_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+    text = "".join(as_json(line) + "\n" for line in lines)
     write_whole(path, lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))

@@ -53,20 +53,13 @@ def state_facts(parameter: Parameter, *, role: str, decay: bool) -> Parameter:
       >>> parameter_facts(nnx.Dict(kernel=parameter))["kernel"].role
       'prototype'
     """
-    parameter.set_metadata(
-        _FACTS, dataclasses.replace(_known(parameter) or Facts(), role=role, decay=decay)
-    )
+    known = _known(parameter) or Facts()
+    parameter.set_metadata(_FACTS, dataclasses.replace(known, role=role, decay=decay))
     return parameter
 
 
 def as_attribute(number: float | jax.Array) -> Any:
-    """Returns a number as a module keeps it: a plain one is part of the program, an array its data.
-
-    Example:
-      >>> module = nnx.Dict(rate=as_attribute(jax.numpy.float32(0.5)))
-      >>> len(jax.tree.leaves(nnx.state(module)))
-      1
-    """
+    """Returns a number as a module keeps it: part of the program, or, of an array, data."""
     return nnx.data(number) if isinstance(number, jax.Array) else number
 
 
@@ -77,9 +70,8 @@ def name_axis(
 
     Args:
       parameter: None, as of a layer without a kernel, is left alone.
-      axis: which, counted from the end where it is negative.
-      name: logical name of the axis.
-      parts: number of whole parts that it consists of; by default each position is one.
+      axis: which.
+      name, parts: as of `Axis`; by default each position is a part.
 
     Example:
       >>> linear = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
@@ -100,10 +92,8 @@ def parameter_facts(model: nnx.Module) -> dict[str, Any]:
     """Returns a tree like the model's parameters with the :class:`Facts` of each.
 
     A parameter that states none is a decayed weight if its name ends in ``kernel``, as in Flax's
-    own layers and in the scores, and it has two or more axes, and else none of both.
-
-    Args:
-      model: a module, or its abstract form from ``nnx.eval_shape``.
+    own layers and in the scores, and it has two or more axes, and else none of both. The model may
+    be abstract.
 
     Example:
       >>> facts = parameter_facts(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
@@ -112,10 +102,7 @@ def parameter_facts(model: nnx.Module) -> dict[str, Any]:
     """
     state = nnx.state(model, nnx.Param)
     stated = nnx.to_flat_state(state)
-    facts = {
-        path: _known(parameter) or _default(path[-1], len(parameter.shape))
-        for path, parameter in stated
-    }
+    facts = {path: _known(p) or _default(path[-1], len(p.shape)) for path, p in stated}
     # In the order of the parameters, so that both trees have one structure.
     return jax.tree_util.tree_map_with_path(
         lambda path, _: facts[tuple(key.key for key in path)], nnx.to_pure_dict(state)
@@ -123,12 +110,7 @@ def parameter_facts(model: nnx.Module) -> dict[str, Any]:
 
 
 def has_prototypes(model: nnx.Module) -> bool:
-    """Whether some layer of a module, abstract perhaps, takes L1 distances to its parameters.
-
-    Example:
-      >>> has_prototypes(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
-      False
-    """
+    """Whether some layer of a module, abstract perhaps, takes L1 distances to its parameters."""
     return any(facts.role == "prototype" for facts in jax.tree.leaves(parameter_facts(model)))
 
 

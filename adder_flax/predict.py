@@ -56,27 +56,22 @@ def files_of(place: str | Path) -> list[Path]:
     """Returns the file, or the files of a folder and of the folders in it, ordered by name.
 
     Hidden ones are left alone. Whether a file is an image is seen when it is read.
-
-    Raises:
-      RunError: there is nothing.
     """
     place = Path(place)
+    if not place.exists():
+        raise RunError(
+            f"expected an image or a folder of images, got {printable(place)}, which is not "
+            "there; set --images"
+        )
     if not place.is_dir():
-        if not place.exists():
-            raise RunError(
-                f"expected an image or a folder of images, got {printable(place)}, which is not "
-                "there; set --images"
-            )
         return [place]
-    found = [
-        path
-        for folder, _, names in os.walk(place, onerror=_refuse)
-        for path in (Path(folder, name) for name in names)
-        if not any(part.startswith(".") for part in path.relative_to(place).parts)
-    ]
+    walked = os.walk(place, onerror=_refuse)
+    paths = (Path(folder, name) for folder, _, names in walked for name in names)
+    is_shown = lambda path: not any(p.startswith(".") for p in path.relative_to(place).parts)
+    found = sorted(filter(is_shown, paths))
     if not found:
         raise RunError(f"expected images in {printable(place)}, got an empty folder; set --images")
-    return sorted(found)
+    return found
 
 
 def _refuse(error: OSError) -> None:
@@ -93,9 +88,6 @@ class Predictor:
       task: of the run.
       model: trained.
       source: any split of the data set: size of its images, names of its classes.
-
-    Raises:
-      RunError: the model is no classifier.
     """
 
     def __init__(self, task: Any, model: nnx.Module, source: data.Source):
@@ -125,9 +117,8 @@ class Predictor:
 
     def draw(self, pixels: UInt8[np.ndarray, "h w c"], prediction: Prediction, path: Path) -> None:
         """Writes a PNG of where the model looks in the pixels of a prediction."""
-        _, records = recorder.record(
-            {"attention": ["weights"]}, self._model, *self._inputs(pixels[None])
-        )
+        inputs = self._inputs(pixels[None])
+        _, records = recorder.record({"attention": ["weights"]}, self._model, *inputs)
         figure = attention_figure(
             pixels[None],
             [attention_map(record) for record in records],
@@ -173,7 +164,7 @@ class Predictor:
 def predict_files(
     predictor: Predictor, files: Sequence[Path], output: Path | None, overlay: Path | None
 ) -> int:
-    """Prints a line for every file.
+    """Prints a line for every file; returns how many could not be read.
 
     Args:
       predictor: of the run.
@@ -181,12 +172,6 @@ def predict_files(
       output: JSON lines go there.
       overlay: a picture of each image's attention goes into that folder, under the file's number
         and name.
-
-    Returns:
-      How many files could not be read.
-
-    Raises:
-      RunError: nothing can be written there.
     """
     unread, width = 0, min(60, max(len(printable(path)) for path in files))
     with contextlib.ExitStack() as stack:

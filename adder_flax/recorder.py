@@ -129,9 +129,8 @@ def describe(wanted: Mapping[str, Collection[str]], fn: Callable, *args: Any) ->
     """The records of a call with shapes for arrays; nothing is computed, all may be abstract."""
     if isinstance(fn, nnx.Module):
         graphdefs, states = _split((fn, *args))
-        return jax.eval_shape(
-            functools.partial(_record_modules, _pairs(wanted), graphdefs), *states
-        )[1]
+        recorded = functools.partial(_record_modules, _pairs(wanted), graphdefs)
+        return jax.eval_shape(recorded, *states)[1]
     return jax.eval_shape(functools.partial(_record, _pairs(wanted), fn), *args)[1]
 
 
@@ -147,12 +146,8 @@ def trace(fn: Callable, *args: Any, wanted: _Wanted = frozenset()) -> tuple[core
     graphdefs, states = _split(args)
 
     def pure(*states: Any) -> Any:
-        out = fn(
-            *(
-                in_scopes(nnx.merge(g, s)) if g is not None else s
-                for g, s in zip(graphdefs, states, strict=True)
-            )
-        )
+        pairs = zip(graphdefs, states, strict=True)
+        out = fn(*(s if g is None else in_scopes(nnx.merge(g, s)) for g, s in pairs))
         return nnx.state(out) if isinstance(out, nnx.Module) else out
 
     with _LISTENED(wanted), _linen_scopes():
@@ -168,11 +163,9 @@ def module_path(scopes: str) -> tuple[str, str]:
     """
     # jvp(...), transpose(...): the backward pass belongs to its layer.
     plain = re.sub(r"\w+\(|\)", "", scopes)
-    *_, last = _PATH.finditer(plain) if _PATH.search(plain) else [None]
-    inside = plain if last is None else plain[last.end() :]
-    return "" if last is None else last.group(1), ".".join(
-        part for part in inside.split("/") if part
-    )
+    *_, inside = pieces = _PATH.split(plain)
+    path = pieces[-2] if len(pieces) > 1 else ""
+    return path, ".".join(filter(None, inside.split("/")))
 
 
 # A module's path is put into the named scopes between these, so that a layer is known by its path
@@ -193,10 +186,8 @@ def _split(args: Sequence[Any]) -> tuple[tuple[nnx.GraphDef | None, ...], tuple[
 def _record_modules(
     wanted: _Wanted, graphdefs: tuple[nnx.GraphDef | None, ...], *states: Any
 ) -> tuple[Any, tuple[Record, ...]]:
-    model, *args = (
-        s if g is None else nnx.merge(g, s) for g, s in zip(graphdefs, states, strict=True)
-    )
-    return _record(wanted, model, *args)
+    pairs = zip(graphdefs, states, strict=True)
+    return _record(wanted, *(s if g is None else nnx.merge(g, s) for g, s in pairs))
 
 
 def _record(wanted: _Wanted, fn: Callable, *args: Any) -> tuple[Any, tuple[Record, ...]]:
@@ -282,21 +273,17 @@ def _run_scan(
         outputs = _run(params["jaxpr"], [*consts, *carry, *row], here, inner)
         return outputs[:num_carry], (outputs[num_carry:], inner)
 
-    rows, options = (
-        inputs[num_consts + num_carry :],
-        {name: params[name] for name in ("length", "reverse", "unroll")},
-    )
+    rows = inputs[num_consts + num_carry :]
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
     carry, (outputs, inner) = jax.lax.scan(body, list(carry), list(rows), **options)
     records += [dataclasses.replace(r, loops=(params["length"], *r.loops)) for r in inner]
     return [*carry, *outputs]
 
 
 def in_scopes(model: nnx.Module, inside: Sequence[str] = ()) -> nnx.Module:
-    """Puts the path of each submodule around its calls; the model, a copy, changes their classes.
+    """Puts the path of each submodule, inside of one of Linen, around its calls.
 
-    Args:
-      model: whose modules are told apart.
-      inside: path of a module of Linen that it is in.
+    The model, a copy, changes their classes.
     """
     for path, module in nnx.iter_modules(model):
         module.__class__ = _scoped(type(module), ".".join(map(str, (*inside, *path))))

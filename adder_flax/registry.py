@@ -17,13 +17,7 @@ _changes = 0
 
 
 def count_changes() -> int:
-    """Returns how often a registry has changed: until then each name stands for the same.
-
-    >>> before = count_changes()
-    >>> _ = Registry("function", "my_project.register").register("abs", abs)
-    >>> count_changes() - before
-    1
-    """
+    """Returns how often a registry has changed: until then each name stands for the same."""
     return _changes
 
 
@@ -57,17 +51,12 @@ class Registry(Generic[Entry]):
     def register(self, name: str, entry: Entry, *, origin: Any = None) -> Entry:
         """Adds an entry and returns it.
 
-        The same thing again, as when a notebook cell runs twice, replaces what it registered.
-
-        Args:
-          name, entry: what is found, and by what name.
-          origin: what tells the same thing from another one; by default the module and name of its
-            definition.
-
-        Raises:
-          ValueError: something else has this name.
+        The same thing again, as when a notebook cell runs twice, replaces what it registered;
+        something else of this name is a ValueError. ``origin`` tells the same thing from another
+        one; by default it is the module and name of its definition.
         """
-        self._note(name, entry, _definition(entry) if origin is None else origin)
+        named = entry if hasattr(entry, "__qualname__") else type(entry)
+        self._note(name, entry, origin or (named.__module__, named.__qualname__))
         return entry
 
     def _note(self, name: str, entry: "Entry | _Lazy", origin: Any) -> None:
@@ -82,9 +71,6 @@ class Registry(Generic[Entry]):
 
     def register_lazily(self, name: str, place: str) -> None:
         """Adds an entry, ``"package.module:attribute"``, that is imported when it is asked for.
-
-        Raises:
-          ValueError: something else has this name.
 
         Example:
           >>> numbers = Registry("number", "my_project.register")
@@ -123,15 +109,7 @@ class Registry(Generic[Entry]):
 
     @contextlib.contextmanager
     def temporary(self) -> Iterator[None]:
-        """Forgets, at the end of a ``with`` block, what was registered inside of it.
-
-        Example:
-          >>> functions = Registry("function", "my_project.register")
-          >>> with functions.temporary():
-          ...     _ = functions.register("abs", abs)
-          >>> "abs" in functions
-          False
-        """
+        """Forgets, at the end of a ``with`` block, what was registered inside of it."""
         kept = dict(self._entries), dict(self._origins)
         try:
             yield
@@ -141,19 +119,10 @@ class Registry(Generic[Entry]):
 
 
 def load(place: str) -> Any:
-    """Imports ``"package.module:attribute"``.
-
-    >>> round(load("math:pi"), 2)
-    3.14
-    """
+    """Imports ``"package.module:attribute"``."""
     module, _, attribute = place.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 class _Lazy(str):
     """The place of an entry that is yet to be imported."""
-
-
-def _definition(entry: Any) -> Any:
-    named = entry if hasattr(entry, "__qualname__") else type(entry)
-    return named.__module__, named.__qualname__

@@ -23,19 +23,14 @@ BY_ITSELF = {"jax2onnx"}
 
 def _names(requirements):
     """The distributions of requirements, as PyPI normalises their names."""
-    return {
-        re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
-        for requirement in requirements
-    }
+    names = (re.match(r"[\w.-]+", requirement)[0] for requirement in requirements)
+    return {re.sub(r"[-_.]+", "-", name).lower() for name in names}
 
 
 def _brought_by(extra):
     """The distributions that an extra names, itself or through other extras."""
-    own = EXTRAS[extra]
-    of_others = [
-        name for entry in own if entry.startswith("adder-flax[") for name in entry[11:-1].split(",")
-    ]
-    return _names(own) | {name for other in of_others for name in _brought_by(other)}
+    others = [entry[11:-1].split(",") for entry in EXTRAS[extra] if entry.startswith("adder-flax[")]
+    return _names(EXTRAS[extra]).union(*(_brought_by(name) for names in others for name in names))
 
 
 def _imports(tree, extra=None):
@@ -56,10 +51,8 @@ def _imports(tree, extra=None):
 
 @pytest.mark.parametrize("package", ["adder_flax", "kfac"])
 def test_an_import_beyond_the_core_names_an_extra_that_brings_it(package):
-    core, distributions = (
-        _names(PROJECT["dependencies"]),
-        importlib.metadata.packages_distributions(),
-    )
+    core = _names(PROJECT["dependencies"])
+    distributions = importlib.metadata.packages_distributions()
     known = sys.stdlib_module_names | {"adder_flax", "kfac", *OF_THE_CORE, *BY_ITSELF}
     for path in (ROOT / package).rglob("*.py"):
         for module, extra, line in _imports(ast.parse(path.read_text())):
@@ -67,24 +60,16 @@ def test_an_import_beyond_the_core_names_an_extra_that_brings_it(package):
             if name in known:
                 continue
             allowed = core | (_brought_by(extra) if extra else set())
-            assert _names(distributions.get(name, [name])) & allowed, (
-                f"{path}:{line}: {module}, extra {extra}"
-            )
+            found = _names(distributions.get(name, [name])) & allowed
+            assert found, f"{path}:{line}: {module}, extra {extra}"
 
 
 def test_the_requirements_of_main_are_the_core_and_four_extras():
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     listed = {line.partition("#")[0].strip() for line in lines} - {""}
-    needed = {
-        *PROJECT["dependencies"],
-        *EXTRAS["train"],
-        *EXTRAS["data"],
-        *EXTRAS["report"],
-        *EXTRAS["interop"],
-    }
-    assert listed == {
-        requirement for requirement in needed if not requirement.startswith("adder-flax[")
-    }
+    extras = [EXTRAS[name] for name in ("train", "data", "report", "interop")]
+    needed = {*PROJECT["dependencies"]}.union(*extras)
+    assert listed == {name for name in needed if not name.startswith("adder-flax[")}
 
 
 @pytest.mark.parametrize(
@@ -119,18 +104,14 @@ sys.meta_path.insert(0, Hidden())
 
 @pytest.mark.parametrize("package", ["adder_flax", "kfac"])
 def test_it_is_not_imported_beside_the_other_kfac(package, tmp_path):
-    shutil.copytree(
-        ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
-    )
+    left_out = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / package, tmp_path / package, ignore=left_out)
     done = _import(package, tmp_path)
     assert done.returncode == 0, done.stderr
     (tmp_path / "kfac-0.2.4.dist-info").mkdir()
     done = _import(package, tmp_path)
-    assert (
-        done.stderr.strip()
-        .splitlines()[-1]
-        .startswith("ImportError: expected adder-flax alone to bring")
-    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: expected adder-flax alone to bring")
 
 
 def _import(package, folder):

@@ -54,9 +54,8 @@ def test_loops_within_loops(reverse):
     inner = lambda x, row: (jax.checkpoint(layer)(x + row), None)
     outer = lambda x, rows: (jax.lax.scan(inner, x, rows, reverse=reverse)[0], x.sum())
     rows = np.random.default_rng(1).standard_normal((2, 5, 4)).astype(np.float32)
-    (output, sums), [seen] = record(
-        {"layer": ["input"]}, lambda x: jax.lax.scan(outer, x, rows), X[0]
-    )
+    loop = lambda x: jax.lax.scan(outer, x, rows)
+    (output, sums), [seen] = record({"layer": ["input"]}, loop, X[0])
     x, expected, totals = np.float64(X[0]), np.zeros((2, 5, 4)), []
     for i in range(2):
         totals.append(x.sum())
@@ -95,25 +94,22 @@ def test_nobody_listens_nobody_pays():
 
 @pytest.mark.parametrize("options", [{}, {"remat": True}, {"scan_blocks": True, "remat": True}])
 def test_a_vision_transformer_names_its_layers(options):
-    model = VisionTransformer(
-        **SIZES, score="adder", mlp_linear="adder", **options, rngs=nnx.Rngs(0)
-    )
+    options = SIZES | dict(score="adder", mlp_linear="adder") | options
+    model = VisionTransformer(**options, rngs=nnx.Rngs(0))
     images = np.random.default_rng(0).standard_normal((3, 4, 4, 1)).astype(np.float32)
     wanted = {"adder": ["rows", "kernel", "sums"], "attention": [], "block": ["output"]}
     logits, records = record(wanted, model, images)
     np.testing.assert_allclose(logits, model(images), rtol=1e-5, atol=1e-5)
     paths = ["attention", "mlp.fc1", "mlp.fc2", ""]
-    assert [r.path for r in records] == [
-        f"blocks.{i}.{path}".rstrip(".") for i in range(2) for path in paths
-    ]
+    expected = [f"blocks.{i}.{path}".rstrip(".") for i in range(2) for path in paths]
+    assert [r.path for r in records] == expected
     for seen in (r for r in records if r.kind == "adder"):
         with ops.use_backend("reference"):
             expected = ops.adder_matmul(seen.arrays["rows"], seen.arrays["kernel"])
         np.testing.assert_allclose(seen.arrays["sums"], expected, rtol=1e-5)
         assert seen.facts == {"hardtanh_slope": 1.0}
-    described = describe(
-        wanted, nnx.eval_shape(lambda: model), jax.ShapeDtypeStruct(images.shape, images.dtype)
-    )
+    abstract = jax.ShapeDtypeStruct(images.shape, images.dtype)
+    described = describe(wanted, nnx.eval_shape(lambda: model), abstract)
     shapes = lambda r: (r.kind, r.path, r.facts, {name: a.shape for name, a in r.arrays.items()})
     assert [shapes(r) for r in described] == [shapes(r) for r in records]
     assert type(model.blocks[0]).__call__ is type(model.blocks[1]).__call__
@@ -142,17 +138,13 @@ class Translator(nnx.Module):
 
 
 def test_a_recurrent_model_is_recorded_step_by_step():
-    model, source = (
-        Translator(),
-        np.random.default_rng(2).standard_normal((2, 6, 4)).astype(np.float32),
-    )
+    model = Translator()
+    source = np.random.default_rng(2).standard_normal((2, 6, 4)).astype(np.float32)
     wanted = {"attention": ["query", "weights"], "adder": ["sums"]}
     output, records = record(wanted, lambda model, source: model(source, 3), model, source)
     np.testing.assert_allclose(output, model(source, 3), rtol=1e-5, atol=1e-5)
-    assert [(r.kind, r.path, r.loops) for r in records] == [
-        ("attention", "attend", (3,)),
-        ("adder", "read", (3,)),
-    ]
+    found = [(r.kind, r.path, r.loops) for r in records]
+    assert found == [("attention", "attend", (3,)), ("adder", "read", (3,))]
     states = model.encode(source)
     _, first = model.attend(states[:, -1:], states, return_weights=True)
     np.testing.assert_allclose(records[0].arrays["weights"][0, :, 0], first, rtol=1e-5, atol=1e-6)

@@ -20,10 +20,8 @@ def test_entries_are_listed_in_the_order_of_registration(scores):
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_how_to_add(scores):
-    with pytest.raises(
-        ValueError,
-        match=r"expected a score among dot, adder, got 'ader'; did you mean 'adder'\?.*reg",
-    ):
+    said = r"expected a score among dot, adder, got 'ader'; did you mean 'adder'\?.*reg"
+    with pytest.raises(ValueError, match=said):
         scores.get("ader")
 
 
@@ -34,12 +32,7 @@ def test_a_name_far_from_all_gets_no_guess(scores):
 
 
 def test_the_same_definition_replaces_itself(scores):
-    def define(value):
-        def function():
-            return value
-
-        return function
-
+    define = lambda value: lambda: value
     scores.register("mine", define(1))
     scores.register("mine", define(2))
     assert scores.get("mine")() == 2

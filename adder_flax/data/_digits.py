@@ -6,45 +6,32 @@ Repository, 1998.
 
 from __future__ import annotations
 
-import gzip
-from typing import Any
-
 import numpy as np
-from jaxtyping import Bool, Int, UInt8
+from jaxtyping import Bool, Int
 
 from adder_flax.data._registry import DataSet, register_source
-from adder_flax.data._source import ArraySource, DataError
+from adder_flax.data._source import ArraySource
 from adder_flax.extras import missing, wheel_folders
 
 SPLITS = ("train", "test")
-TEST_FRACTION = 360 / 1797
-SPLIT_SEED = 0
 
 
-def load_digits(split: str, **_: Any) -> ArraySource:
+def load_digits(split: str, **_) -> ArraySource:
     """Handwritten digits of 8x8 pixels, 1,437 to train on and 360 to test on.
 
     Stored values 0..16 become round(v * 255 / 16), which maps 0 to 0 and 16 to 255 and can be
-    inverted exactly. The split is stratified and the same everywhere (see `stratified_test_mask`).
-
-    >>> source = load_digits("test")
-    >>> len(source), source.image_shape, source.num_classes
-    (360, (8, 8, 1), 10)
-
-    Args:
-        split: ``"train"`` or ``"test"``.
-
-    Raises:
-        DataError: no such split, or scikit-learn's file is not installed.
+    inverted exactly. The split is stratified and the same everywhere.
     """
-    if split not in SPLITS:
-        raise DataError(f"Expected split 'train' or 'test' of digits, got {split!r}.")
-    images, labels = _read_csv()
-    in_test = stratified_test_mask(labels, TEST_FRACTION, SPLIT_SEED)
-    chosen = in_test if split == "test" else ~in_test
-    return ArraySource(
-        "digits", split, SPLITS, images[chosen], labels[chosen], [str(digit) for digit in range(10)]
-    )
+    # Importing scikit-learn takes longer than everything else in this module (1 to 2 s).
+    folder = next(wheel_folders("sklearn"), None)
+    if folder is None:
+        raise missing("scikit-learn, which has the digits", "data")
+    table = np.loadtxt(folder / "datasets/data/digits.csv.gz", delimiter=",", dtype=np.uint8)
+    images = np.rint(table[:, :64] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)
+    labels = table[:, 64].astype(np.int32)
+    chosen = stratified_test_mask(labels, 360 / 1797, seed=0) == (split == "test")
+    names = [str(digit) for digit in range(10)]
+    return ArraySource("digits", split, SPLITS, images[chosen], labels[chosen], names)
 
 
 def stratified_test_mask(
@@ -71,18 +58,6 @@ def stratified_test_mask(
         members = np.flatnonzero(labels == label)
         mask[members[np.argsort(draws[members], kind="stable")[:number]]] = True
     return mask
-
-
-def _read_csv() -> tuple[UInt8[np.ndarray, "records 8 8 1"], Int[np.ndarray, " records"]]:
-    # Importing scikit-learn takes longer than everything else in this module (1 to 2 s).
-    folder = next(wheel_folders("sklearn"), None)
-    if folder is None:
-        raise missing("scikit-learn, which has the digits", "data")
-    path = folder / "datasets" / "data" / "digits.csv.gz"
-    with gzip.open(path) as file:
-        table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
-    images = np.rint(table[:, :64] * (255 / 16)).astype(np.uint8)
-    return images.reshape(-1, 8, 8, 1), table[:, 64].astype(np.int32)
 
 
 register_source(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from jaxtyping import UInt8
 
@@ -16,25 +14,13 @@ SPLITS = ("train", "test")
 class FakeSource(ImageSource):
     """Uniform noise: record i is a function of (split, i) alone, and nothing is stored.
 
-    >>> source = FakeSource("train", image_shape=(4, 4, 3), num_classes=10, num_examples=100)
-    >>> source[7]["image"].shape, int(source[7]["label"])
-    ((4, 4, 3), 7)
-
-    Args:
-        split: ``"train"`` or ``"test"``.
-        image_shape: (height, width, channels).
-        num_classes: number of classes; record i has label i mod num_classes.
-        num_examples: number of records of the train split; the test split has a quarter of it, at
-            least one.
+    Its label is i mod the number of classes. The test split has a quarter of the examples.
     """
 
     def __init__(
         self, split: str, image_shape: tuple[int, int, int], num_classes: int, num_examples: int
     ):
-        self.name, self.split = "fake", split
-        self.splits = SPLITS
-        if split not in self.splits:
-            raise DataError(f"Expected split 'train' or 'test' of fake, got {split!r}.")
+        super().__init__("fake", split, SPLITS)
         if num_examples < 1 or num_classes < 1:
             raise DataError(
                 f"Expected at least one example and class of fake, got {num_examples} and "
@@ -65,15 +51,14 @@ def load_fake(
     num_classes: int = 1000,
     num_examples: int = 50_000,
     channels: int = 3,
-    **_: Any,
+    **_,
 ) -> FakeSource:
     """Random images by name; see `load_source`."""
     size = image_size or 224
     return FakeSource(split, (size, size, channels), num_classes, num_examples)
 
 
-# The standard deviation of whole numbers 0..255 that are equally likely.
 _OPTIONS = ("num_classes", "num_examples", "channels")
-register_source(
-    DataSet("fake", load_fake, SPLITS, statistics=((0.5,), (0.2898,)), options=_OPTIONS)
-)
+# The standard deviation of whole numbers 0..255 that are equally likely.
+_STATISTICS = ((0.5,), (0.2898,))
+register_source(DataSet("fake", load_fake, SPLITS, statistics=_STATISTICS, options=_OPTIONS))

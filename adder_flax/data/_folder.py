@@ -11,23 +11,68 @@ import os
 import pathlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from absl import logging
 
 from adder_flax.data import _images
 from adder_flax.data._registry import DataSet, register_source, resolve_split
-from adder_flax.data._source import DataError, EncodedSource
+from adder_flax.data._source import DataError, EncodedSource, Records
 from adder_flax.text import printable
 
 
-def register_collection(name: str, open_folder: Callable[[str], Any], what: str) -> None:
-    """Adds a data set that is read from a folder.
+class Collection:
+    """Splits of images, each with the name of its class.
+
+    Args:
+        root: the folder.
+        splits: names of those it has.
+        read: opens a split: what makes `Records` of labels, and the class of each image.
+        classes: in the order of their numbers; None for those of the training split, or else of the
+            first.
+        label_names: what they are called; None for their own names.
+    """
+
+    def __init__(
+        self,
+        root: pathlib.Path,
+        splits: Iterable[str],
+        read: Callable[[str], tuple[Callable[[list[int]], Records], Iterable[Any]]],
+        classes: Sequence[Any] | None = None,
+        label_names: Iterable[str] | None = None,
+    ):
+        self.root, self.splits, self._read = root, tuple(splits), read
+        self._classes = classes or classes_of(read(reference_split(self.splits))[1])
+        self.label_names = list(label_names or map(printable, self._classes))
+
+    def records(self, split: str) -> Records:
+        """The images of a split.
+
+        Raises:
+            DataError: one is of a class that training lacks.
+        """
+        make, labels = self._read(split)
+        numbers = {name: number for number, name in enumerate(self._classes)}
+        labels = list(labels)
+        if unknown := sorted(set(labels) - numbers.keys()):
+            reference = printable(reference_split(self.splits))
+            raise DataError(
+                f"Expected only labels of the split {reference} in {printable(split)} of "
+                f"{printable(self.root)}, got {unknown[:3]} ({len(unknown)} unknown in all). "
+                f"Correct them, or add them to {reference}."
+            )
+        return make([numbers[label] for label in labels])
+
+
+def register_collection(
+    name: str, open_folder: Callable[[pathlib.Path], Collection], what: str
+) -> None:
+    """Adds a data set that is read from the folder ``config.data.data_dir``.
 
     Args:
         name: what ``config.data.name`` calls it.
-        open_folder: opens the folder that ``config.data.data_dir`` names: what it gives has
-            ``splits``, the ``label_names`` of classes by number, and ``records(split)``.
+        open_folder: opens it.
         what: the folder, in the words of a message.
     """
 
@@ -48,19 +93,11 @@ def register_collection(name: str, open_folder: Callable[[str], Any], what: str)
             )
         if not pathlib.Path(data_dir).is_dir():
             raise DataError(f"Expected data_dir=<{what}>, got {data_dir!r}, which is no folder.")
-        found = open_folder(data_dir)
-        split = resolve_split(split, found.splits)
-        if split not in found.splits:
-            raise DataError(
-                f"Expected a split out of {tuple(found.splits)} in {printable(data_dir)}, got "
-                f"{split!r}."
-            )
-        shape = (image_size, image_size, 3)
-        return EncodedSource(
-            *(name, split, found.splits, found.records(split), found.label_names, shape),
-            crops_on_host=True,
-            **options,
-        )
+        found = open_folder(pathlib.Path(data_dir))
+        split = resolve_split(split, found.splits, printable(data_dir))
+        records, shape = found.records(split), (image_size, image_size, 3)
+        whole = (name, split, found.splits, records, found.label_names, shape)
+        return EncodedSource(*whole, crops_on_host=True, **options)
 
     load.__qualname__ = f"load_{name}"  # by which a second registration is known
     register_source(DataSet(name, load))
@@ -81,125 +118,102 @@ def classes_of(labels: Iterable[str]) -> list[str]:
     return sorted(found, key=int if all(label.isdecimal() for label in found) else None)
 
 
-def numbered(
-    labels: Iterable[str], classes: Sequence[str], place: str, reference: str
-) -> list[int]:
-    """The position of each label of ``place`` among the classes of the split ``reference``.
+class Place(NamedTuple):
+    """Where an image is: a file, or so many bytes of one from ``start`` on, under a name in it."""
 
-    Raises:
-        DataError: one is none of them.
-    """
-    numbers = {name: number for number, name in enumerate(classes)}
-    labels = list(labels)
-    if unknown := sorted(set(labels) - numbers.keys()):
-        raise DataError(
-            f"Expected only labels of the split {printable(reference)} in {printable(place)}, got "
-            f"{unknown[:3]} ({len(unknown)} unknown in all). Correct them."
-        )
-    return [numbers[label] for label in labels]
+    path: str
+    start: int = 0
+    size: int = -1
+    name: str = ""
 
 
-class FolderRecords:
-    """Image files and their labels."""
+class FileRecords:
+    """Images in files and their labels."""
 
-    def __init__(self, files: Sequence[tuple[str, int]]):
-        self._files = files
+    def __init__(self, places: Sequence[Place], labels: Sequence[int]):
+        self._places, self._labels = places, labels
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._places)
 
     def __getitem__(self, index: int) -> tuple[bytes, int]:
-        path, label = self._files[index]
-        return pathlib.Path(path).read_bytes(), label
+        place = self._places[index]
+        with open(place.path, "rb") as file:
+            file.seek(place.start)
+            return file.read(place.size), self._labels[index]
 
     def file_names(self) -> list[str]:
-        """The images' paths."""
-        return [path for path, _ in self._files]
+        """The images' paths, or their names in a file of several."""
+        return [place.name or place.path for place in self._places]
 
     def describe(self, index: int) -> str:
         """The image's path, fit for a terminal."""
-        return printable(self._files[index][0], limit=1000)
+        place = self._places[index]
+        return printable(": ".join(filter(None, (place.path, place.name))), limit=1000)
 
 
-class ImageFolder:
-    """An image folder and its splits.
+def image_folder(root: pathlib.Path) -> Collection:
+    """Opens an image folder.
 
     Labels number the sub-folders of the *train* split by name, so every split means the same by a
     label. Folders in a class's folder belong to the class. Files and folders whose names begin with
     a dot are left alone.
 
-    Args:
-        root: the folder that holds the splits.
-
     Raises:
         DataError: no split or fewer than two classes in it.
     """
+    splits = _folders_in(root)
+    if not splits:
+        raise DataError(
+            f"Expected {printable(root)}/<split>/<class>/<image>, got no sub-folder. Put the "
+            "images into train/ and val/."
+        )
+    reference = reference_split(splits)
+    classes = _class_names(root / reference)
+    if len(classes) < 2:
+        raise DataError(
+            f"Expected at least two classes in {printable(root / reference)}, got one, "
+            f"{classes[0]!r}. Put the images of each class into a folder of its own."
+        )
+    read = lambda split: _read_split(root / split, full=split == reference)
+    return Collection(root, splits, read, classes)
 
-    def __init__(self, root: str | pathlib.Path):
-        self.root = pathlib.Path(root)
-        self._shown = printable(root)
-        self.splits = tuple(_folders_in(self.root))
-        if not self.splits:
-            raise DataError(
-                f"Expected {self._shown}/<split>/<class>/<image>, got no sub-folder. Put the "
-                "images into train/ and val/."
-            )
-        self._reference = reference_split(self.splits)
-        self._classes = self._class_names(self._reference)
-        if len(self._classes) < 2:
-            raise DataError(
-                f"Expected at least two classes in {self._shown}/{printable(self._reference)}, got "
-                f"one, {self._classes[0]!r}. Put the images of each class into a folder of its own."
-            )
-        self.label_names = [printable(name) for name in self._classes]
 
-    def records(self, split: str) -> FolderRecords:
-        """The images of a split, in the order of their paths.
+def _read_split(folder: pathlib.Path, *, full: bool) -> tuple[partial[FileRecords], list[str]]:
+    """The images of a split in the order of their paths, and their classes."""
+    shown, names = printable(folder), _class_names(folder)
+    beside = (entry.name for entry in _entries(folder) if not entry.is_dir())
+    if stray := sorted(filter(_is_image, beside)):
+        raise DataError(
+            f"Expected images in {shown}/<class>/, got the file {stray[0]!r} beside the "
+            f"classes' folders ({len(stray)} such files in all). Move them into the folders of "
+            "their classes."
+        )
+    left_out: Counter[str] = Counter()
+    files = {name: _images_in(folder / name, left_out) for name in names}
+    if left_out:
+        most = sorted(left_out.items(), key=lambda kind_and_n: (-kind_and_n[1], kind_and_n[0]))
+        kinds = ", ".join(f"{n} {kind}" for kind, n in most[:10])
+        logging.warning("%s: left out what is no image by its name: %s", shown, kinds)
+    empty = [name for name in names if not files[name]]
+    if empty and (full or len(empty) == len(names)):
+        raise DataError(
+            f"Expected images of each class in {shown}, got none of {empty[:3]} ({len(empty)} "
+            "empty folders in all). Remove these folders, or fill them. The endings of Pillow's "
+            "formats are known, as .jpg and .png."
+        )
+    places = [Place(path) for name in names for path in files[name]]
+    return partial(FileRecords, places), [name for name in names for _ in files[name]]
 
-        Raises:
-            DataError: a class that train lacks or that train has no image of, an image outside the
-                classes' folders, or no image.
-        """
-        shown = f"{self._shown}/{printable(split)}"
-        names = self._class_names(split)
-        if unknown := sorted(set(names) - set(self._classes)):
-            raise DataError(
-                f"Expected only classes of {self._shown}/{printable(self._reference)} in {shown}, "
-                f"got {unknown[:3]} ({len(unknown)} unknown in all). Add these folders to "
-                f"{printable(self._reference)}, or remove them."
-            )
-        beside = (e.name for e in _entries(self.root / split) if not e.is_dir())
-        if stray := sorted(filter(_is_image, beside)):
-            raise DataError(
-                f"Expected images in {shown}/<class>/, got the file {stray[0]!r} beside the "
-                f"classes' folders ({len(stray)} such files in all). Move them into the folders of "
-                "their classes."
-            )
-        left_out: Counter[str] = Counter()
-        files = {name: _images_in(self.root / split / name, left_out) for name in names}
-        if left_out:
-            most = sorted(left_out.items(), key=lambda kind_and_n: (-kind_and_n[1], kind_and_n[0]))
-            kinds = ", ".join(f"{n} {kind}" for kind, n in most[:10])
-            logging.warning("%s: left out what is no image by its name: %s", shown, kinds)
-        known = "Those of Pillow's formats are known, as .jpg and .png"
-        if not any(files.values()):
-            raise DataError(f"Expected names of images in {shown}/<class>/, got none. {known}.")
-        if split == self._reference and (empty := [name for name in names if not files[name]]):
-            raise DataError(
-                f"Expected images of each class in {shown}, got none of {empty[:3]} ({len(empty)} "
-                f"empty folders in all). Remove these folders, or fill them. {known}."
-            )
-        labels = {name: label for label, name in enumerate(self._classes)}
-        return FolderRecords([(path, labels[name]) for name in names for path in files[name]])
 
-    def _class_names(self, split: str) -> list[str]:
-        names = _folders_in(self.root / split)
-        if not names:
-            raise DataError(
-                f"Expected one sub-folder per class in {self._shown}/{printable(split)}, got none. "
-                "Put the images of each class into a folder of its own."
-            )
-        return names
+def _class_names(folder: pathlib.Path) -> list[str]:
+    names = _folders_in(folder)
+    if not names:
+        raise DataError(
+            f"Expected one sub-folder per class in {printable(folder)}, got none. Put the images "
+            "of each class into a folder of its own."
+        )
+    return names
 
 
 def _entries(folder: str | pathlib.Path) -> list[os.DirEntry]:
@@ -215,12 +229,12 @@ def _folders_in(folder: pathlib.Path) -> list[str]:
     return sorted(entry.name for entry in _entries(folder) if entry.is_dir())
 
 
-def _images_in(folder: pathlib.Path, left_out: Counter[str]) -> list[str]:
+def _images_in(folder: str | pathlib.Path, left_out: Counter[str]) -> list[str]:
     """Paths of the images in a folder and those in it; of other files the kinds are counted."""
     found = []
     for entry in _entries(folder):
         if entry.is_dir():
-            found += _images_in(pathlib.Path(entry.path), left_out)
+            found += _images_in(entry.path, left_out)
         elif _is_image(entry.name):
             found.append(entry.path)
         else:
@@ -229,62 +243,42 @@ def _images_in(folder: pathlib.Path, left_out: Counter[str]) -> list[str]:
     return sorted(found, key=lambda path: path.split(os.sep))
 
 
-class ImageList:
-    """The lists of a folder, <split>.csv with the columns path and label.
+def image_list(root: pathlib.Path) -> Collection:
+    """Opens the lists of a folder, <split>.csv with the columns path and label.
 
     Paths begin at that folder, unless they are absolute.
 
-    Args:
-        root: the folder that holds them.
-
     Raises:
-        DataError: there are none, or they lack a column.
+        DataError: there are none.
     """
-
-    def __init__(self, root: str | pathlib.Path):
-        self._root = pathlib.Path(root)
-        self.splits = tuple(sorted(path.stem for path in self._root.glob("*.csv")))
-        if not self.splits:
-            raise DataError(
-                f"Expected {printable(root)}/<split>.csv with the columns path and label, got no "
-                "such file. Write train.csv and val.csv."
-            )
-        self._reference = reference_split(self.splits)
-        self.label_names = classes_of(label for _, label in self._rows(self._reference))
-
-    def records(self, split: str) -> FolderRecords:
-        """The images of a split, in the order of its list.
-
-        Raises:
-            DataError: no row, or a label that training lacks.
-        """
-        rows = self._rows(split)
-        labels = numbered(
-            (label for _, label in rows), self.label_names, f"{split}.csv", self._reference
+    splits = sorted(path.stem for path in root.glob("*.csv"))
+    if not splits:
+        raise DataError(
+            f"Expected {printable(root)}/<split>.csv with the columns path and label, got no "
+            "such file. Write train.csv and val.csv."
         )
-        paths = (str(self._root / path) for path, _ in rows)
-        return FolderRecords(list(zip(paths, labels, strict=True)))
+    return Collection(root, splits, lambda split: _read_list(root / f"{split}.csv"))
 
-    def _rows(self, split: str) -> list[tuple[str, str]]:
-        path = self._root / f"{split}.csv"
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            columns = reader.fieldnames or []
-            if not {"path", "label"} <= set(columns):
-                raise DataError(
-                    f"Expected the columns path and label in {printable(path)}, got "
-                    f"{list(columns)[:10]}. Name them in its first line."
-                )
-            rows = [(row["path"], row["label"]) for row in reader]
-        if bad := next((n for n, row in enumerate(rows, 2) if not all(row)), None):
+
+def _read_list(path: pathlib.Path) -> tuple[partial[FileRecords], list[str]]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        columns = reader.fieldnames or []
+        if not {"path", "label"} <= set(columns):
             raise DataError(
-                f"Expected a path and a label in each row of {printable(path)}, got none in line "
-                f"{bad}. Correct it."
+                f"Expected the columns path and label in {printable(path)}, got "
+                f"{list(columns)[:10]}. Name them in its first line."
             )
-        if not rows:
-            raise DataError(f"Expected rows in {printable(path)}, got none. Add images.")
-        return rows
+        rows = [(row["path"], row["label"]) for row in reader]
+    bad = next((n for n, row in enumerate(rows, 2) if not all(row)), None)
+    if bad or not rows:
+        raise DataError(
+            f"Expected rows in {printable(path)}, each with a path and a label, got none in line "
+            f"{bad or 2}. Correct it."
+        )
+    places = [Place(str(path.parent / file)) for file, _ in rows]
+    return partial(FileRecords, places), [label for _, label in rows]
 
 
-register_collection("folder", ImageFolder, "root of the image folder")
-register_collection("image_list", ImageList, "folder of <split>.csv")
+register_collection("folder", image_folder, "root of the image folder")
+register_collection("image_list", image_list, "folder of <split>.csv")

@@ -4,64 +4,51 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from adder_flax.data._folder import classes_of, numbered, reference_split, register_collection
+from adder_flax.data._folder import Collection, reference_split, register_collection
 from adder_flax.data._source import DataError
 from adder_flax.extras import needs
 from adder_flax.text import printable
 
 
-class HuggingFaceFolder:
-    """A folder that ``datasets`` reads, with a column of images and one of labels."""
-
-    def __init__(self, root: str | pathlib.Path):
-        with needs("datasets"):
-            import datasets
-        saved = any(pathlib.Path(root, f).is_file() for f in ("dataset_dict.json", "state.json"))
-        try:
-            found = (
-                datasets.load_from_disk(str(root)) if saved else datasets.load_dataset(str(root))
-            )
-        except Exception as error:  # of many types
-            raise DataError(
-                f"Expected a folder of Hugging Face's datasets at {printable(root)}, got: "
-                f"{printable(error)}. Write it by save_to_disk, or as <split>-*.parquet."
-            ) from error
-        self._sets: dict[str, Any] = (
-            {"train": found} if isinstance(found, datasets.Dataset) else dict(found)
+def hugging_face_folder(root: pathlib.Path) -> Collection:
+    """Opens a folder that ``datasets`` reads, with a column of images and one of labels."""
+    with needs("datasets"):
+        import datasets
+    saved = any((root / f).is_file() for f in ("dataset_dict.json", "state.json"))
+    try:
+        found = datasets.load_from_disk(str(root)) if saved else datasets.load_dataset(str(root))
+    except Exception as error:  # of many types
+        raise DataError(
+            f"Expected a folder of Hugging Face's datasets at {printable(root)}, got: "
+            f"{printable(error)}. Write it by save_to_disk, or as <split>-*.parquet."
+        ) from error
+    sets: dict[str, Any] = {"train": found} if isinstance(found, datasets.Dataset) else dict(found)
+    splits = tuple(map(str, sets))
+    features = sets[reference_split(splits)].features
+    of_kind = lambda kind: [name for name, feature in features.items() if isinstance(feature, kind)]
+    named = lambda *names: [name for name in names if name in features]
+    images = of_kind(datasets.Image) + named("image", "img")
+    labels = named("label", "labels") + of_kind(datasets.ClassLabel)
+    if not images or not labels:
+        raise DataError(
+            f"Expected a column of images and one named label in {printable(root)}, got "
+            f"{', '.join(features)}. Rename them."
         )
-        self.splits = tuple(map(str, self._sets))
-        self._reference = reference_split(self.splits)
-        features = self._sets[self._reference].features
-        image = [n for n, kind in features.items() if isinstance(kind, datasets.Image)]
-        label = [n for n in ("label", "labels") if n in features] + [
-            n for n, kind in features.items() if isinstance(kind, datasets.ClassLabel)
-        ]
-        image += [n for n in ("image", "img") if n in features]
-        if not image or not label:
-            raise DataError(
-                f"Expected a column of images and one named label in {printable(root)}, got "
-                f"{', '.join(features)}. Rename them."
-            )
-        self._image, self._label = image[0], label[0]
-        if isinstance(features[self._image], datasets.Image):  # as they were encoded
-            kind = datasets.Image(decode=False)
-            self._sets = {n: s.cast_column(self._image, kind) for n, s in self._sets.items()}
-        self._named = isinstance(features[self._label], datasets.ClassLabel)
-        self.label_names = (
-            features[self._label].names
-            if self._named
-            else classes_of(map(str, self._sets[self._reference].unique(self._label)))
-        )
+    image, label = images[0], labels[0]
+    if isinstance(features[image], datasets.Image):  # as they were encoded
+        kind = datasets.Image(decode=False)
+        sets = {split: rows.cast_column(image, kind) for split, rows in sets.items()}
+    names = getattr(features[label], "names", None)  # of a ClassLabel, whose labels are numbers
 
-    def records(self, split: str) -> HuggingFaceRecords:
-        """The rows of a split; a label that training lacks is a DataError."""
-        rows = self._sets[split]
-        labels = rows[self._label][:]
-        if not self._named:
-            labels = numbered(map(str, labels), self.label_names, split, self._reference)
-        return HuggingFaceRecords(rows.select_columns(self._image), self._image, labels)
+    def read(split: str) -> tuple[partial[HuggingFaceRecords], list[Any]]:
+        rows = sets[split]
+        classes = rows[label][:] if names else list(map(str, rows[label][:]))
+        return partial(HuggingFaceRecords, rows.select_columns(image), image), classes
+
+    return Collection(root, splits, read, names and range(len(names)), names)
 
 
 class HuggingFaceRecords:
@@ -87,5 +74,5 @@ class HuggingFaceRecords:
 
 
 register_collection(
-    "hugging_face", HuggingFaceFolder, "folder of datasets' save_to_disk, or of Parquet files"
+    "hugging_face", hugging_face_folder, "folder of datasets' save_to_disk, or of Parquet files"
 )

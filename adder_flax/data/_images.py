@@ -41,11 +41,7 @@ def _formats() -> tuple[str, ...]:
 
 @functools.cache
 def image_suffixes() -> frozenset[str]:
-    """The endings of file names of images: those of every format that Pillow reads.
-
-    >>> {".jpg", ".gif", ".webp"} <= image_suffixes(), ".eps" in image_suffixes()
-    (True, False)
-    """
+    """The endings of file names of images: those of every format that is read."""
     formats = set(_formats())
     return frozenset(s for s, name in Image.registered_extensions().items() if name in formats)
 
@@ -60,11 +56,7 @@ _UPRIGHT = {number: Image.Transpose[turn] for number, turn in enumerate(_TURNS, 
 def decode_and_resize(
     encoded: bytes, image_shape: tuple[int, int, int], stored_size: tuple[int, int] | None = None
 ) -> UInt8[np.ndarray, "height width channel"]:
-    """The whole image, resized (bicubic) only if its size is another.
-
-    Raises:
-        ValueError: the image is not of the height and width that are given as `stored_size`.
-    """
+    """The whole image, resized (bicubic) only if its size is another than `image_shape`."""
     height, width, channels = image_shape
     image = _convert(_open(encoded), channels)
     if stored_size not in (None, (image.height, image.width)):
@@ -81,9 +73,7 @@ def read_image(
 ) -> UInt8[np.ndarray, "size size channel"]:
     """The pixels of a file as an evaluation sees them, see `decode_and_center_crop`.
 
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: no image that is read. Decoders may raise errors of other types.
+    Decoders raise errors of many types at what is no image.
     """
     return decode_and_center_crop(Path(path).read_bytes(), size, channels, crop_ratio)
 
@@ -143,10 +133,6 @@ def random_crop_box(
 
     The area is uniform in `scale` times the image's, the log of the aspect ratio uniform; up to ten
     draws until the box fits, then the largest central box with an aspect ratio in range.
-
-    >>> rng = np.random.default_rng(0)
-    >>> random_crop_box(rng, 100, 10, (1.0, 1.0))  # never fits: central box of ratio 4/3
-    (43, 0, 13, 10)
     """
     low, high = (math.log(ratio) for ratio in ASPECT_RATIO_RANGE)
     for _ in range(10):
@@ -169,9 +155,6 @@ def _open(encoded: bytes) -> Image.Image:
     """The first image of a file, upright and of eight bits a channel.
 
     Of a JPEG no pixel is decoded yet, if possible.
-
-    Raises:
-        ValueError: empty, or of a kind that is not read or whose range is not known.
     """
     if not encoded:
         raise ValueError("an empty file")
@@ -206,9 +189,8 @@ def _to_eight_bits(image: Image.Image) -> Image.Image:
             f"an image of {kind} values, whose range is not known; save it with 8 or 16 bits a "
             "channel"
         )
-    return Image.fromarray(
-        ((values.astype(np.uint32) * 255 + maximum // 2) // maximum).astype(np.uint8)
-    )
+    levels = (values.astype(np.uint32) * 255 + maximum // 2) // maximum
+    return Image.fromarray(levels.astype(np.uint8))
 
 
 def _orientation(image: Image.Image) -> int:

@@ -35,10 +35,10 @@ class LabelSetSource(ImageSource):
     """
 
     def __init__(self, source: ImageSource, label_sets: Sequence[Sequence[int]]):
-        fields = ("name", "split", "splits", "label_names", "image_shape", "crops_on_host")
         # The mapping of unreadable records is the same: it fills while records are read.
-        for field in (*fields, "eval_crop_ratio", "statistics", "unreadable"):
-            setattr(self, field, getattr(source, field))
+        fields = ("label_names", "image_shape", "crops_on_host", "eval_crop_ratio", "statistics")
+        super().__init__(source.name, source.split, source.splits)
+        vars(self).update({name: getattr(source, name) for name in (*fields, "unreadable")})
         self._source, self._label_sets = source, label_sets
 
     def __len__(self) -> int:
@@ -65,10 +65,6 @@ def with_label_sets(source: ImageSource, path: str | Path) -> LabelSetSource:
     names. Such are the reassessed labels of ImageNet's validation images, ``real.json`` of
     https://github.com/google-research/reassessed-imagenet (Beyer et al., 2020,
     https://arxiv.org/abs/2006.07159).
-
-    Args:
-        source: a split whose records are files, or keep their names.
-        path: of the file.
 
     Raises:
         DataError: the file cannot be read, is no list of lists of labels, or not as long as the

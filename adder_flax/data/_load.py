@@ -47,21 +47,16 @@ def load_source(
         split: one of the set's splits, or ``"eval"`` for the first that exists of ``validation``,
             ``val``, ``test``; ``"train[:90%]"`` and ``"train[90%:]"`` are parts of one, whose
             records are dealt at random.
-        data_dir: root of the image folder, or where TFDS sets are prepared (None: TFDS's default).
+        data_dir: root of the folder, or where TFDS sets are prepared (None: TFDS's default).
         image_size: height and width of the returned images, pixels. None: the set's own size. Sets
-            whose images vary in size need it: they are resized and cropped on the host (see
-            `Source.crops_on_host`).
-        crop_scale: area range of the random resized crop on the host, as a fraction of the image's
-            area; None trains on the centre crop.
-        eval_crop_ratio: side of the centre crop of images that vary in size, over the image's
-            shorter side.
+            whose images vary in size need it: they are resized and cropped on the host.
+        crop_scale: range of the area of that crop in training, as a fraction of the image's; None
+            trains on the centre.
+        eval_crop_ratio: side of the centre of images that vary in size, over their shorter side.
         on_unreadable: ``"raise"`` stops at an image that cannot be decoded, naming it; ``"skip"``
             counts it in `Source.unreadable`, takes the next record instead in training, and leaves
             it out in evaluation.
         **own_options: those that the set has, see `DataSet`.
-
-    Returns:
-        The source.
 
     Raises:
         DataError: unknown set or split, set not prepared, or a setting that this set does not have.
@@ -73,7 +68,7 @@ def load_source(
             raise DataError(f"Expected {option} only for {having}, got it with data set {name!r}.")
     split, percents = read_part(split)
     if data_set.splits is not None:
-        split = resolve_split(split, data_set.splits)
+        split = resolve_split(split, data_set.splits, name)
     options = {"crop_scale": crop_scale, "eval_crop_ratio": eval_crop_ratio, **own_options}
     options |= {"data_dir": data_dir, "image_size": image_size, "on_unreadable": on_unreadable}
     source = data_set.load(split, name=name, **options)
@@ -92,12 +87,11 @@ def load_or_imitate(
     name: str,
     split: str,
     *,
-    data_dir: str | None = None,
     image_size: int | None = None,
     eval_crop_ratio: float = EVAL_CROP_RATIO,
     **options,
 ) -> Source:
-    """Loads a source, or imitates a set that is not prepared here: random images in its shape.
+    """`load_source`, or where a set is not prepared here, random images in its shape.
 
     It serves to compile a run, and to look at other images with it, on a machine without the data.
     How many images the set has is not known then.
@@ -105,12 +99,10 @@ def load_or_imitate(
     >>> source = load_or_imitate("imagenet2012", "train", data_dir="nowhere", image_size=224)
     >>> source.image_shape, source.num_classes, source.crops_on_host
     ((224, 224, 3), 1000, True)
-
-    Arguments and errors are those of `load_source`.
     """
     try:
         sizes = {"image_size": image_size, "eval_crop_ratio": eval_crop_ratio}
-        return load_source(name, split, data_dir=data_dir, **sizes, **options)
+        return load_source(name, split, **sizes, **options)
     except NotPreparedError:
         known = describe(name)
         if known.image_shape is None or known.num_classes is None:
@@ -128,7 +120,7 @@ def load_or_imitate(
 
 
 def describe(name: str) -> DataSet:
-    """What is known of a data set without reading it; of an unknown name, nothing but itself.
+    """What is known of a data set without reading it; of an unknown name, nothing but that.
 
     >>> describe("digits").image_shape, describe("cifar100").num_classes
     ((8, 8, 1), 100)

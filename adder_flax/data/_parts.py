@@ -6,9 +6,8 @@ import copy
 import re
 
 import numpy as np
-from jaxtyping import Int
 
-from adder_flax.data._source import DataError, ImageSource, Source
+from adder_flax.data._source import DataError, Source
 
 _PART = re.compile(r"([^\[\]]+)\[(?:(\d+)%)?:(?:(\d+)%)?\]")
 
@@ -18,9 +17,6 @@ def read_part(split: str) -> tuple[str, tuple[int, int] | None]:
 
     >>> read_part("train[80%:]"), read_part("train")
     (('train', (80, 100)), ('train', None))
-
-    Raises:
-        DataError: the percents are in no order, or beyond 100.
     """
     found = _PART.fullmatch(split)
     if found is None:
@@ -38,13 +34,6 @@ def part_of(source: Source, percents: tuple[int, int]) -> Source:
 
     Records are dealt in a fixed random order, the same for every part and on every machine: what
     lies on a disk is often sorted by class.
-
-    >>> from adder_flax.data import load_source
-    >>> len(load_source("digits", "train[:90%]")), len(load_source("digits", "train[90%:]"))
-    (1293, 144)
-
-    Raises:
-        DataError: there is no record in it.
     """
     low, high = (round(len(source) * percent / 100) for percent in percents)
     rows = np.sort(np.argsort(np.random.Philox(0).random_raw(len(source)), kind="stable")[low:high])
@@ -53,8 +42,19 @@ def part_of(source: Source, percents: tuple[int, int]) -> Source:
             f"Expected a part of {source.name}/{source.split} with a record in it, got "
             f"{percents[0]} to {percents[1]} percent of {len(source)}. Take a larger part."
         )
+
+    class Part(type(source)):
+        def __len__(self):
+            return len(rows)
+
+        def read(self, indices, *options):
+            return source.read(rows[indices], *options)
+
+        def file_names(self):
+            return [names[row] for names in [source.file_names()] for row in rows]
+
     part = copy.copy(source)
-    part.__class__ = _part_class(source, rows)
+    part.__class__ = Part
     part.split = f"{source.split}[{percents[0]}%:{percents[1]}%]"
     part.dealt = (low, high)
     return part
@@ -74,19 +74,3 @@ def shared_records(one: Source, other: Source) -> int:
     if one.dealt is None or other.dealt is None:
         return min(len(one), len(other))  # one of them is the whole
     return max(0, min(one.dealt[1], other.dealt[1]) - max(one.dealt[0], other.dealt[0]))
-
-
-def _part_class(whole: Source, rows: Int[np.ndarray, " records"]) -> type[Source]:
-    """The class of a part: that of the whole, but for which records there are."""
-
-    class Part(type(whole)):
-        def __len__(self):
-            return len(rows)
-
-        def read(self, indices, *options):
-            return whole.read(rows[indices], *options)
-
-    if isinstance(whole, ImageSource):
-        names = lambda self: np.array(whole.file_names(), object)[rows].tolist()
-        setattr(Part, whole.file_names.__name__, names)
-    return Part

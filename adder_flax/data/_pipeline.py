@@ -23,7 +23,41 @@ with needs("data"):
     import grain
 
 
-class TrainPipeline:
+def usable_cores() -> int:
+    """Number of cores that this process may use, which containers and SLURM may limit."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Pipeline:
+    """Batches by their number, whose rows on this host are read on threads."""
+
+    def __init__(self, source, global_batch_size, rows, num_threads, prefetch_batches):
+        self.source, self.global_batch_size = source, global_batch_size
+        self._rows = np.arange(global_batch_size) if rows is None else np.asarray(rows)
+        self._num_threads = num_threads or usable_cores()
+        self._prefetch_batches = prefetch_batches
+
+    def _read(self, step: int, map_function: Callable) -> Batch:
+        raise NotImplementedError
+
+    def _read_ahead(self, start: int, stop: int) -> Generator[Batch, None, None]:
+        """Batches of the steps in [start, stop), several at a time, on the same decoding threads.
+
+        Threads, not processes: Pillow releases the GIL, and grain's processes need absl flags to be
+        parsed first, which a library cannot ask of the programs that import it.
+        """
+        ahead = self._prefetch_batches
+        options = grain.ReadOptions(num_threads=ahead, prefetch_buffer_size=ahead)
+        with futures.ThreadPoolExecutor(self._num_threads, thread_name_prefix="decode") as decoders:
+            read = lambda step: self._read(int(step), decoders.map)
+            batches = iter(grain.MapDataset.range(start, stop).map(read).to_iter_dataset(options))
+            try:
+                yield from batches
+            finally:
+                batches.close()
+
+
+class TrainPipeline(_Pipeline):
     """Endless shuffled batches with random access.
 
     An epoch is floor(len(source) / global_batch_size) steps over a fresh permutation of the
@@ -33,20 +67,14 @@ class TrainPipeline:
     2020, https://arxiv.org/abs/1901.09335, as in DeiT) an epoch has as many steps as without, and
     sees one record in so many.
 
-    Permutations come from raw draws of the Philox generator, whose stream NumPy keeps from version
-    to version, so a run resumes on the same batches after an upgrade. They are uniform, unlike
-    those of `grain.MapDataset.shuffle` (grain 0.2.18), whose epochs are correlated.
+    Permutations come from raw draws of Philox, whose stream NumPy keeps from version to version.
+    They are uniform, unlike those of `grain.MapDataset.shuffle` (grain 0.2.18), whose epochs are
+    correlated.
 
     >>> from adder_flax.data import load_source
     >>> pipeline = TrainPipeline(load_source("digits", "train"), 64, seed=0)
-    >>> pipeline.steps_per_epoch
-    22
-    >>> batch = pipeline[1000]
-    >>> batch["image"].shape, batch["image"].dtype, batch["label"].shape
-    ((64, 8, 8, 1), dtype('uint8'), (64,))
-    >>> second_half = TrainPipeline(load_source("digits", "train"), 64, seed=0, rows=range(32, 64))
-    >>> bool((second_half[1000]["image"] == batch["image"][32:]).all())
-    True
+    >>> pipeline.steps_per_epoch, pipeline[1000]["image"].shape, pipeline[1000]["label"].shape
+    (22, (64, 8, 8, 1), (64,))
 
     Args:
         source: what to read.
@@ -57,9 +85,6 @@ class TrainPipeline:
         num_threads: threads that decode; None for the number of usable cores.
         prefetch_batches: batches that are ready or in work ahead of the consumer.
         repeats: rows in a row that are the same record, each cropped and augmented on its own.
-
-    Raises:
-        DataError: the batch does not fit the source.
     """
 
     def __init__(
@@ -78,12 +103,9 @@ class TrainPipeline:
                 f"Expected a global batch of 1 to {len(source)} records (all of "
                 f"{source.name}/{source.split}), got {global_batch_size}."
             )
-        self.source, self.seed = source, seed
-        self.global_batch_size, self.repeats = global_batch_size, repeats
+        super().__init__(source, global_batch_size, rows, num_threads, prefetch_batches)
+        self.seed, self.repeats = seed, repeats
         self.steps_per_epoch = len(source) // global_batch_size
-        self._rows = np.arange(global_batch_size) if rows is None else np.asarray(rows)
-        self._num_threads = num_threads or usable_cores()
-        self._prefetch_batches = prefetch_batches
         self._permutation: tuple[int, Int[np.ndarray, " records"]] = (-1, np.empty(0, int))
 
     def __getitem__(self, step: int) -> Batch:
@@ -91,17 +113,8 @@ class TrainPipeline:
         return self._read(step, map)
 
     def iterate(self, start_step: int = 0) -> Generator[Batch, None, None]:
-        """Batches from `start_step` on, read ahead on threads, which ``close()`` ends.
-
-        >>> from adder_flax.data import load_source
-        >>> pipeline = TrainPipeline(load_source("digits", "train"), 64)
-        >>> batch = next(pipeline.iterate(start_step=5))
-        >>> bool((batch["image"] == pipeline[5]["image"]).all())
-        True
-        """
-        return _read_ahead(
-            self._read, start_step, sys.maxsize, self._num_threads, self._prefetch_batches
-        )
+        """Batches from `start_step` on, read ahead on threads, which ``close()`` ends."""
+        return self._read_ahead(start_step, sys.maxsize)
 
     def record_indices(self, step: int) -> Int[np.ndarray, " global_batch"]:
         """Which records make up the global batch of a step."""
@@ -113,9 +126,8 @@ class TrainPipeline:
         # Two threads may both see the old epoch at its end, and compute the same permutation.
         cached_epoch, order = self._permutation
         if cached_epoch != epoch:
-            draws = np.random.Philox(np.random.SeedSequence((self.seed, epoch))).random_raw(
-                len(self.source)
-            )
+            generator = np.random.Philox(np.random.SeedSequence((self.seed, epoch)))
+            draws = generator.random_raw(len(self.source))
             order = np.argsort(draws, kind="stable")
             self._permutation = (epoch, order)
         return order
@@ -131,20 +143,17 @@ class TrainPipeline:
         """Puts the next readable record in the place of each one that was skipped, by row."""
         while rows.size:
             if len(self.source.unreadable) == len(self.source):
-                raise DataError(
-                    f"Expected a readable record in {self.source.name}/{self.source.split}, got "
-                    "none."
-                )
+                whole = f"{self.source.name}/{self.source.split}"
+                raise DataError(f"Expected a readable record in {whole}, got none.")
             indices[rows] = (indices[rows] + 1) % len(self.source)
-            others, readable = self.source.read(
-                indices[rows], [seeds[row] for row in rows], map_function
-            )
+            again = [seeds[row] for row in rows]
+            others, readable = self.source.read(indices[rows], again, map_function)
             for name, values in others.items():
                 arrays[name][rows] = values
             rows = rows[~readable]
 
 
-class EvalPipeline:
+class EvalPipeline(_Pipeline):
     """A whole split in order, each record exactly once.
 
     The last batch is filled up with blank rows, so every batch has one shape. ``"mask"`` is True
@@ -156,9 +165,7 @@ class EvalPipeline:
     (3, [128, 128, 104])
 
     Args:
-        source: what to read.
-        global_batch_size: rows per batch over all hosts.
-        rows, num_threads, prefetch_batches: as in `TrainPipeline`.
+        source, global_batch_size, rows, num_threads, prefetch_batches: as in `TrainPipeline`.
     """
 
     def __init__(
@@ -170,10 +177,7 @@ class EvalPipeline:
         num_threads: int | None = None,
         prefetch_batches: int = 2,
     ):
-        self.source, self.global_batch_size = source, global_batch_size
-        self._rows = np.arange(global_batch_size) if rows is None else np.asarray(rows)
-        self._num_threads = num_threads or usable_cores()
-        self._prefetch_batches = prefetch_batches
+        super().__init__(source, global_batch_size, rows, num_threads, prefetch_batches)
 
     def __len__(self) -> int:
         """Number of batches, the same on every host."""
@@ -186,7 +190,7 @@ class EvalPipeline:
         return self._read(step, map)
 
     def __iter__(self) -> Iterator[Batch]:
-        return _read_ahead(self._read, 0, len(self), self._num_threads, self._prefetch_batches)
+        return self._read_ahead(0, len(self))
 
     def _read(self, step: int, map_function: Callable) -> Batch:
         indices = step * self.global_batch_size + self._rows
@@ -202,30 +206,3 @@ class EvalPipeline:
             for name, filled in arrays.items():
                 filled[present[readable]] = values[name][readable]
         return arrays | {"mask": mask}
-
-
-def usable_cores() -> int:
-    """Number of cores that this process may use, which containers and SLURM may limit."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _read_ahead(
-    read: Callable[[int, Callable], Batch],
-    start: int,
-    stop: int,
-    num_threads: int,
-    prefetch_batches: int,
-) -> Generator[Batch, None, None]:
-    """Runs `read` for the steps in [start, stop), several at a time, on the same decoding threads.
-
-    Threads, not processes: Pillow releases the GIL, and grain's processes need absl flags to be
-    parsed first, which a library cannot ask of the programs that import it.
-    """
-    options = grain.ReadOptions(num_threads=prefetch_batches, prefetch_buffer_size=prefetch_batches)
-    with futures.ThreadPoolExecutor(num_threads, thread_name_prefix="decode") as decoders:
-        steps = grain.MapDataset.range(start, stop).map(lambda i: read(int(i), decoders.map))
-        batches = iter(steps.to_iter_dataset(options))
-        try:
-            yield from batches
-        finally:
-            batches.close()

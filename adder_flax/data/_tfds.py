@@ -37,12 +37,7 @@ def load_tfds(
     image_size: int | None = None,
     **options: Any,
 ) -> Source:
-    """A split of a prepared TFDS set; see `load_source`.
-
-    Raises:
-        DataError: unknown, not prepared, damaged, prepared in another format, not an
-            image-classification set, or no such split.
-    """
+    """A split of a prepared TFDS set; see `load_source`."""
     # Importing TFDS takes about half a second, which runs on other sources need not pay.
     with needs("data"):
         import tensorflow_datasets as tfds
@@ -77,13 +72,10 @@ def load_tfds(
             f"Expected a split out of {splits} of {info.full_name}, got {split!r}: "
             f"{printable(error)}"
         ) from error
+    described = f"{builder.data_dir}, split {split}"
     source = EncodedSource(
-        name,
-        split,
-        splits,
-        TfdsRecords(records, image_key, label_key, f"{builder.data_dir}, split {split}"),
-        label_names,
-        (size, size, channels),
+        *(name, split, splits, TfdsRecords(records, image_key, label_key, described)),
+        *(label_names, (size, size, channels)),
         crops_on_host=stored is None,
         stored_size=stored,
         **options,
@@ -108,10 +100,8 @@ class TfdsRecords:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[bytes, int]]:
-        records = self._source.__getitems__(indices)
-        return [
-            (bytes(record[self._image_key]), int(record[self._label_key])) for record in records
-        ]
+        pair = lambda record: (bytes(record[self._image_key]), int(record[self._label_key]))
+        return [pair(record) for record in self._source.__getitems__(indices)]
 
     def describe(self, index: int) -> str:
         """Folder and split: not every record of a TFDS set has another name."""
@@ -119,28 +109,20 @@ class TfdsRecords:
 
     def _read_file_names(self) -> list[str]:
         # They lie beside the images, all of which are read for them.
-        starts = range(0, len(self), _READ_AT_ONCE)
-        chunks = (range(start, min(start + _READ_AT_ONCE, len(self))) for start in starts)
-        return [
-            os.fsdecode(record[_FILE_NAME])
-            for chunk in chunks
-            for record in self._source.__getitems__(chunk)
-        ]
+        rows = range(len(self))
+        chunks = (rows[start : start + _READ_AT_ONCE] for start in rows[::_READ_AT_ONCE])
+        records = (record for chunk in chunks for record in self._source.__getitems__(chunk))
+        return [os.fsdecode(record[_FILE_NAME]) for record in records]
 
 
 def prepare_command(name: str, data_dir: str | None) -> str:
     """The command that prepares a set."""
-    return f"python -m adder_flax.data.prepare {name}" + (
-        f" --data_dir={data_dir}" if data_dir else ""
-    )
+    where = f" --data_dir={data_dir}" if data_dir else ""
+    return f"python -m adder_flax.data.prepare {name}{where}"
 
 
 def tfds_shape(name: str, data_dir: str | None) -> tuple[tuple[int | None, int | None, int], int]:
-    """Image shape and number of classes of a TFDS set, which need not be prepared.
-
-    Raises:
-        DataError: unknown, or not an image-classification set.
-    """
+    """Image shape and number of classes of a TFDS set, which need not be prepared."""
     with needs("data"):
         import tensorflow_datasets as tfds
 
@@ -168,22 +150,12 @@ def _whole(name: str, data_dir: str | None) -> Iterator[None]:
 def reason(error: Exception) -> str:
     """What a library's error says, and of what kind it is where that says more."""
     text = printable(" ".join(str(error).split()).rstrip("."), limit=400)
-    return (
-        text
-        if type(error) is ValueError and text
-        else f"{type(error).__name__}{text and ': '}{text}"
-    )
+    kind = "" if type(error) is ValueError else type(error).__name__
+    return ": ".join(filter(None, (kind, text))) or "ValueError"
 
 
 def base_name(name: str) -> str:
-    """The name of a set without configuration and version.
-
-    >>> base_name("cifar10:3.*.*")
-    'cifar10'
-
-    Raises:
-        DataError: it is no name but, say, a path.
-    """
+    """The name of a set without configuration and version: ``cifar10`` of ``cifar10:3.*.*``."""
     base = name.partition(":")[0].partition("/")[0]
     if not NAME.fullmatch(base):
         raise DataError(

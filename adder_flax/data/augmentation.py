@@ -45,9 +45,8 @@ def augment(
 
     >>> settings = AugmentSettings(mixup_alpha=0.0, cutmix_alpha=0.0, label_smoothing=0.2)
     >>> white, labels = jnp.full((1, 2, 2, 1), 255, jnp.uint8), jnp.array([1])
-    >>> images, targets = augment(
-    ...     jax.random.key(0), white, labels, settings, num_classes=2, mean=(0.0,), std=(1.0,)
-    ... )
+    >>> of_set = dict(num_classes=2, mean=(0.0,), std=(1.0,))
+    >>> images, targets = augment(jax.random.key(0), white, labels, settings, **of_set)
     >>> images.dtype, images.shape, [f"{share:.1f}" for share in targets[0]]
     (dtype('float32'), (1, 2, 2, 1), ['0.1', '0.9'])
 
@@ -58,8 +57,7 @@ def augment(
         settings: what to do. Probabilities, strengths and alphas may be traced; a Python 0 leaves
             its part out of the program.
         num_classes: width of the targets.
-        mean: per-channel mean of images in [0, 1].
-        std: per-channel standard deviation of images in [0, 1].
+        mean, std: of each channel of images in [0, 1].
 
     Returns:
         Images, float32, normalised, and targets whose rows sum to one.
@@ -72,9 +70,8 @@ def augment(
         images = random_flip(flip_key, images, settings.flip_probability)
     images = images.astype(jnp.float32) / 255
     if settings.resized_crop_scale is not None:
-        images = random_resized_crop(
-            resize_key, images, settings.resized_crop_scale, settings.resized_crop_ratio
-        )
+        ranges = (settings.resized_crop_scale, settings.resized_crop_ratio)
+        images = random_resized_crop(resize_key, images, *ranges)
     if is_on(settings.rand_augment_magnitude) or settings.three_augment:
         levels = jnp.round(255 * images).astype(jnp.uint8)
         if is_on(settings.rand_augment_magnitude):
@@ -104,9 +101,6 @@ def normalize(
 
     >>> normalize(jnp.full((1, 1, 1), 255, jnp.uint8), (0.5,), (0.25,)).tolist()
     [[[2.0]]]
-
-    Raises:
-        DataError: `mean` and `std` have neither one value nor one per channel.
     """
     if not len(mean) == len(std) in (1, images.shape[-1]):
         raise DataError(
@@ -157,19 +151,14 @@ def random_resized_crop(
     box contributes.
     """
     batch, height, width, _ = images.shape
-    *boxes, found = random_boxes(
-        jax.random.uniform(key, (_BOX_DRAWS, batch)), height, width, scale, ratio
-    )
+    uniform = jax.random.uniform(key, (_BOX_DRAWS, batch))
+    *boxes, found = random_boxes(uniform, height, width, scale, ratio)
     # Of the ratio nearest to a square that is in range, and at least a pixel wide and high.
     central_height = max(1, min(height, round(width / ratio[0])))
     central_width = max(1, min(width, round(height * ratio[1])))
-    central = (
-        *((height - central_height) // 2, (width - central_width) // 2),
-        *(central_height, central_width),
-    )
-    return resize_boxes(
-        images, *(jnp.where(found, box, other) for box, other in zip(boxes, central, strict=True))
-    )
+    top, left = (height - central_height) // 2, (width - central_width) // 2
+    pairs = zip(boxes, (top, left, central_height, central_width), strict=True)
+    return resize_boxes(images, *(jnp.where(found, box, central) for box, central in pairs))
 
 
 def resize_boxes(
@@ -246,11 +235,8 @@ def turn_hue(images: Images, turn: Float[AnyArray, " batch"]) -> Images:
     chroma = greatest - images.min(-1)
     differences = jnp.stack([green - blue, blue - red, red - green])
     differences = differences / jnp.where(chroma > 0, chroma, 1)
-    hue = jnp.select(
-        [greatest == red, greatest == green],
-        [differences[0], differences[1] + 2],
-        differences[2] + 4,
-    )
+    hues = [differences[0], differences[1] + 2, differences[2] + 4]
+    hue = jnp.select([greatest == red, greatest == green], hues[:2], hues[2])
     k = (hue[..., None] + 6 * turn[:, None, None, None] + jnp.array([5.0, 3.0, 1.0])) % 6
     return greatest[..., None] - chroma[..., None] * jnp.clip(jnp.minimum(k, 4 - k), 0, 1)
 
@@ -396,16 +382,12 @@ def random_boxes(
     return top, left, box_height, box_width, fits.any(0)
 
 
-def _below(
-    uniform: Float[Array, "*batch"], bound: int | Int[Array, "*batch"]
-) -> Int[Array, "*batch"]:
+def _below(uniform: Float[Array, "*batch"], bound: int | Int[Array, "*batch"]) -> Array:
     """Whole numbers in [0, bound) from numbers in [0, 1]."""
     return jnp.minimum((uniform * bound).astype(int), bound - 1)
 
 
-def _box_mask(
-    top, left, bottom, right, height: int, width: int
-) -> Bool[Array, "batch height width"]:
+def _box_mask(top, left, bottom, right, height, width) -> Bool[Array, "batch height width"]:
     rows, columns = jnp.arange(height), jnp.arange(width)
     in_rows = (rows >= top[:, None]) & (rows < bottom[:, None])
     in_columns = (columns >= left[:, None]) & (columns < right[:, None])
@@ -419,7 +401,6 @@ def _bilinear_weights(
     center = start[:, None, None] + (jnp.arange(size)[:, None] + 0.5) * scale
     pixel = jnp.arange(size)
     inside = (pixel >= start[:, None, None]) & (pixel < (start + length)[:, None, None])
-    weights = jnp.where(
-        inside, jnp.maximum(0, 1 - jnp.abs(pixel + 0.5 - center) / jnp.maximum(scale, 1)), 0
-    )
+    distance = jnp.abs(pixel + 0.5 - center) / jnp.maximum(scale, 1)
+    weights = jnp.where(inside, jnp.maximum(0, 1 - distance), 0)
     return weights / weights.sum(-1, keepdims=True)

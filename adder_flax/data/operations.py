@@ -74,9 +74,8 @@ def choose_operation(
 
 def _chosen(operation: Int[Array, " batch"], choices: Mapping[str, Array]) -> Array:
     arrays = jnp.broadcast_arrays(*choices.values())
-    return jnp.select(
-        [_is_among(operation, [name], arrays[0].ndim) for name in choices], arrays, arrays[0]
-    )
+    chosen = [_is_among(operation, [name], arrays[0].ndim) for name in choices]
+    return jnp.select(chosen, arrays, arrays[0])
 
 
 def _is_among(operation: Int[Array, " batch"], names, ndim: int) -> Bool[Array, "batch ..."]:
@@ -91,9 +90,8 @@ def histogram(images: Levels) -> Int[Array, "batch channel 256"]:
     best, while counters that pixels add to one by one are what they do worst.
     """
     pixels = images.reshape(images.shape[0], -1, images.shape[-1])
-    upper, lower = (
-        jax.nn.one_hot(half, 16, dtype=jnp.bfloat16) for half in (pixels >> 4, pixels & 15)
-    )
+    halves = (pixels >> 4, pixels & 15)
+    upper, lower = (jax.nn.one_hot(half, 16, dtype=jnp.bfloat16) for half in halves)
     counts = jnp.einsum("bpci,bpcj->bcij", upper, lower, preferred_element_type=jnp.float32)
     return counts.reshape(*counts.shape[:2], 256).astype(int)
 
@@ -121,9 +119,8 @@ def _equalize(counts: _Table, argument: Argument) -> _Table:
     last = 255 - (counts > 0)[..., ::-1].argmax(-1, keepdims=True)
     step = (counts.sum(-1, keepdims=True) - jnp.take_along_axis(counts, last, -1)) // 255
     below = jnp.cumsum(counts, -1) - counts
-    return jnp.where(
-        step > 0, jnp.minimum((step // 2 + below) // jnp.maximum(step, 1), 255), _LEVELS
-    )
+    levels = jnp.minimum((step // 2 + below) // jnp.maximum(step, 1), 255)
+    return jnp.where(step > 0, levels, _LEVELS)
 
 
 def _of_levels(table: Callable[[AnyArray], AnyArray]) -> Callable[[_Table, Argument], _Table]:
@@ -226,17 +223,14 @@ def affine(
     bicubic = jnp.broadcast_to(bicubic, batch)[:, None, None, None]
 
     def pixel(down: int, right: int) -> Float[Array, "batch height width channel"]:
-        place = jnp.clip(top.astype(int) + down, 0, height - 1) * width + jnp.clip(
-            left.astype(int) + right, 0, width - 1
-        )
+        row = jnp.clip(top.astype(int) + down, 0, height - 1)
+        place = row * width + jnp.clip(left.astype(int) + right, 0, width - 1)
         found = jnp.take_along_axis(pixels, place.reshape(batch, -1, 1), axis=1)
         return found.reshape(images.shape).astype(jnp.float32)
 
     across, along = (column - 0.5 - left)[..., None], (row - 0.5 - top)[..., None]
-    lines = [
-        _between([pixel(down, right) for right in range(-1, 3)], across, bicubic)
-        for down in range(-1, 3)
-    ]
+    line = lambda down: _between([pixel(down, right) for right in range(-1, 3)], across, bicubic)
+    lines = [line(down) for down in range(-1, 3)]
     values = jnp.clip(_between(lines, along, bicubic), 0, 255).astype(jnp.uint8)
     return jnp.where(inside[..., None], values, jnp.array(fill, jnp.uint8))
 
@@ -247,9 +241,8 @@ def _between(four: list[Array], share: Array, bicubic: Bool[Array, "batch 1 1 1"
     linear = first + share * (second - first)
     cube = -before + first - second + after
     square = 2 * (before - first) + second - after
-    return jnp.where(
-        bicubic, first + share * (second - before + share * (square + share * cube)), linear
-    )
+    cubic = first + share * (second - before + share * (square + share * cube))
+    return jnp.where(bicubic, cubic, linear)
 
 
 def _rotation(degrees: Argument, height: int, width: int) -> Float[Array, "batch 6"]:
@@ -302,21 +295,17 @@ def gaussian_blur(images: Levels, radius: Argument | float) -> Levels:
     radius = jnp.broadcast_to(jnp.asarray(radius, jnp.float32), images.shape[:1])
     variance = radius**2 / 3
     whole = jnp.floor((jnp.sqrt(12 * variance + 1) - 1) / 2)
-    part = (
-        (2 * whole + 1) * (whole * (whole + 1) - 3 * variance) / (6 * (variance - (whole + 1) ** 2))
-    )
+    over = 6 * (variance - (whole + 1) ** 2)
+    part = (2 * whole + 1) * (whole * (whole + 1) - 3 * variance) / over
     # In 24-bit fractions, as Pillow counts: pixels of the box, and the two that are partly in it.
     full = (2.0**24 / (2 * (whole + part) + 1)).astype(jnp.uint32)
     ends = (2**24 - (2 * whole.astype(jnp.uint32) + 1) * full) // 2
     offsets = abs(jnp.arange(-2, 3))
     inside, at_end = offsets <= whole[:, None], offsets == whole[:, None] + 1
-    weights = jnp.where(inside, full[:, None], jnp.where(at_end, ends[:, None], 0)).astype(
-        jnp.uint32
-    )
+    weights = jnp.where(inside, full[:, None], jnp.where(at_end, ends[:, None], 0))
     for axis in (2, 1):
-        images = jax.lax.fori_loop(
-            0, 3, lambda _, blurred, axis=axis: _box(blurred, weights, axis), images
-        )
+        blur = lambda _, images, axis=axis: _box(images, weights.astype(jnp.uint32), axis)
+        images = jax.lax.fori_loop(0, 3, blur, images)
     return images
 
 
@@ -325,8 +314,6 @@ def _box(images: Levels, weights: Array, axis: int) -> Levels:
     size = images.shape[axis]
     padding = [(0, 0)] * axis + [(2, 2)] + [(0, 0)] * (3 - axis)
     padded = jnp.pad(images, padding, mode="edge").astype(jnp.uint32)
-    parts = (
-        jax.lax.slice_in_dim(padded, i, i + size, axis=axis) * weights[:, i, None, None, None]
-        for i in range(5)
-    )
+    moved = lambda i: jax.lax.slice_in_dim(padded, i, i + size, axis=axis)
+    parts = (moved(i) * weights[:, i, None, None, None] for i in range(5))
     return (sum(parts, jnp.uint32(2**23)) >> 24).astype(jnp.uint8)

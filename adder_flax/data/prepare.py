@@ -17,7 +17,6 @@ file, and the layout on disk, so any TFDS reader opens the result.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gzip
 import hashlib
 import io
@@ -30,7 +29,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from adder_flax.data._folder import FolderRecords, ImageFolder
+from adder_flax.data._folder import Collection, FileRecords, image_folder
 from adder_flax.data._registry import SETS
 from adder_flax.data._source import DataError
 from adder_flax.data._tfds import NAME, base_name, reason, sets_folder
@@ -42,6 +41,12 @@ with needs("data"):
     import tensorflow_datasets as tfds
     from PIL import Image
     from tensorflow_datasets.core.download.download_manager import NonMatchingChecksumError
+
+_NOT_DOWNLOADED = (
+    requests.RequestException,
+    tfds.download.DownloadError,
+    NonMatchingChecksumError,
+)
 
 
 def prepare(
@@ -60,15 +65,11 @@ def prepare(
 
     Returns:
         The folder of the prepared set.
-
-    Raises:
-        DataError: unknown set, TensorFlow needed, a file that cannot be downloaded or is not the
-            published one, or nothing can be written.
     """
     if source is not None and not pathlib.Path(source).is_dir():
         raise DataError(f"Expected --source as a folder, got '{printable(source)}', which is none.")
     folder = None if source is None else pathlib.Path(source)
-    with _one_message(name, data_dir):
+    try:
         if name == "folder":
             builder, folder = _folder_builder(folder, set_name, data_dir), None
         elif name in _BUILDERS:
@@ -77,22 +78,15 @@ def prepare(
         else:
             builder = _tfds_builder(name, data_dir)
         _download_and_prepare(builder, name, folder)
-    return pathlib.Path(builder.data_dir)
-
-
-@contextlib.contextmanager
-def _one_message(name: str, data_dir: str | None) -> Iterator[None]:
-    """Turns what TFDS and its many libraries raise into one message."""
-    try:
-        yield
     except DataError:
         raise
-    except Exception as error:
+    except Exception as error:  # of TFDS and its many libraries
         raise DataError(
             f"Expected to prepare '{printable(name)}' in {printable(sets_folder(data_dir))}, got "
             f"{reason(error)}. Nothing half is taken for a set; mend this and run the command "
             "again."
         ) from error
+    return pathlib.Path(builder.data_dir)
 
 
 def _download_and_prepare(
@@ -101,20 +95,14 @@ def _download_and_prepare(
     try:
         config = tfds.download.DownloadConfig(manual_dir=source)
         builder.download_and_prepare(download_config=config, file_format="array_record")
-    except (
-        requests.RequestException,
-        tfds.download.DownloadError,
-        NonMatchingChecksumError,
-    ) as error:
+    except _NOT_DOWNLOADED as error:
         raise DataError(
             f"Expected the published source files of {name}, got {type(error).__name__}: {error}\n"
             f"Download them yourself and pass --source=<their folder>:\n{_source_files(builder)}"
         ) from error
     except Exception as error:
         # TFDS wraps the failed import in errors of its own, such as that of extracting an archive.
-        if not any(
-            isinstance(e, ModuleNotFoundError) and e.name == "tensorflow" for e in _chain(error)
-        ):
+        if not any(getattr(e, "name", None) == "tensorflow" for e in _chain(error)):
             raise
         raise DataError(
             f"Expected TensorFlow, which TFDS needs to prepare {name}, got none. Install it for "
@@ -151,28 +139,23 @@ class Cifar10(tfds.image_classification.Cifar10, skip_registration=True):
             (names,) = _read_archive(archive, [published.prefix + file])
             self.info.features[key].names = names.decode().split()
         splits = {"train": published.train_files, "test": published.test_files}
+        place = lambda files: [published.prefix + file for file in files]
         return {
-            split: self._generate_examples(
-                f"{split}_", archive, [published.prefix + file for file in files]
-            )
+            split: self._generate_examples(f"{split}_", archive, place(files))
             for split, files in splits.items()
         }
 
     def _generate_examples(self, id_prefix: str, archive: Any, files: Sequence[str]) -> Iterator:
         keys = self._cifar_info.label_keys
-        index = 0
-        for data in _read_archive(archive, files):
-            for labels, image in zip(*read_cifar(data, len(keys)), strict=True):
-                # TFDS orders a split by the hash of the key: the same keys give its order.
-                yield (
-                    index,
-                    {
-                        "id": f"{id_prefix}{index:05d}",
-                        "image": encode_png(image),
-                        **dict(zip(keys, labels, strict=True)),
-                    },
-                )
-                index += 1
+        rows = (
+            row
+            for data in _read_archive(archive, files)
+            for row in zip(*read_cifar(data, len(keys)), strict=True)
+        )
+        # TFDS orders a split by the hash of the key: the same keys give its order.
+        for index, (labels, image) in enumerate(rows):
+            own = {"id": f"{id_prefix}{index:05d}", "image": encode_png(image)}
+            yield index, own | dict(zip(keys, labels, strict=True))
 
 
 class Cifar100(Cifar10, tfds.image_classification.Cifar100, skip_registration=True):
@@ -190,14 +173,10 @@ class MNIST(tfds.image_classification.MNIST, skip_registration=True):
     """Where source files may lie that need no download."""
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
-        files = {"train": "train", "test": "t10k"}
-        return {
-            split: self._generate_examples(
-                self._file(dl_manager, f"{file}-images-idx3-ubyte.gz"),
-                self._file(dl_manager, f"{file}-labels-idx1-ubyte.gz"),
-            )
-            for split, file in files.items()
-        }
+        ends = ("images-idx3-ubyte.gz", "labels-idx1-ubyte.gz")
+        files = lambda front: [self._file(dl_manager, f"{front}-{end}") for end in ends]
+        fronts = {"train": "train", "test": "t10k"}
+        return {split: self._generate_examples(*files(front)) for split, front in fronts.items()}
 
     def _file(self, dl_manager: Any, name: str) -> pathlib.Path:
         path, content = self.source and self.source / name, self.CONTENT_SHA256.get(name)
@@ -245,10 +224,7 @@ def read_cifar(
 
 
 def read_idx(path: pathlib.Path) -> UInt8[np.ndarray, ...]:
-    """Reads a gzipped idx file of unsigned bytes.
-
-    It has two zeros, type 8, the number of axes, big-endian sizes, data.
-    """
+    """Reads a gzipped idx file: two zeros, type 8, number of axes, big-endian sizes, bytes."""
     with gzip.open(path) as file:
         data = file.read()
     shape = np.frombuffer(data, ">u4", count=data[3], offset=4).astype(int)
@@ -274,40 +250,33 @@ class FolderBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     VERSION = tfds.core.Version("1.0.0")
 
-    def __init__(self, folder: ImageFolder, set_name: str, **options: Any):
+    def __init__(self, folder: Collection, set_name: str, **options: Any):
         self._folder = folder
         self.name = set_name
         super().__init__(**options)
 
     def _info(self) -> tfds.core.DatasetInfo:
+        features = {
+            "image": tfds.features.Image(shape=(None, None, 3)),
+            "label": tfds.features.ClassLabel(names=self._folder.label_names),
+            "file_name": tfds.features.Text(),
+        }
         return tfds.core.DatasetInfo(
             builder=self,
             description=f"Images of the folder {self._folder.root.name}.",
-            features=tfds.features.FeaturesDict(
-                {
-                    "image": tfds.features.Image(shape=(None, None, 3)),
-                    "label": tfds.features.ClassLabel(names=self._folder.label_names),
-                    "file_name": tfds.features.Text(),
-                }
-            ),
+            features=tfds.features.FeaturesDict(features),
             supervised_keys=("image", "label"),
         )
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
-        del dl_manager
-        return {
-            split: self._generate_examples(self._folder.records(split))
-            for split in self._folder.splits
-        }
+        records = self._folder.records
+        return {split: self._generate_examples(records(split)) for split in self._folder.splits}
 
-    def _generate_examples(self, records: FolderRecords) -> Iterator:
+    def _generate_examples(self, records: FileRecords) -> Iterator:
         for index, path in enumerate(records.file_names()):
             encoded, label = records[index]
-            file = pathlib.Path(path).relative_to(self._folder.root)
-            yield (
-                index,
-                {"image": encoded, "label": label, "file_name": printable(file, limit=4096)},
-            )
+            file = printable(pathlib.Path(path).relative_to(self._folder.root), limit=4096)
+            yield index, {"image": encoded, "label": label, "file_name": file}
 
 
 def _folder_builder(
@@ -315,12 +284,10 @@ def _folder_builder(
 ) -> FolderBuilder:
     if source is None:
         raise DataError("Expected --source=<image folder> with 'folder', got none.")
-    folder = ImageFolder(source)
+    folder = image_folder(source)
     name = folder.root.resolve().name if set_name is None else set_name
-    if not NAME.fullmatch(name) or name in {
-        *SETS,
-        *tfds.list_builders(with_community_datasets=False),
-    }:
+    taken = {*SETS, *tfds.list_builders(with_community_datasets=False)}
+    if not NAME.fullmatch(name) or name in taken:
         raise DataError(
             "Expected a set name of letters, digits and _ that no other set has, got "
             f"'{printable(name)}'. Choose one: --set_name=…"
@@ -344,16 +311,12 @@ def main(arguments: Sequence[str]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", help="TFDS name, or folder")
-    parser.add_argument(
-        "--data_dir",
-        help="where to put the set (default: TFDS_DATA_DIR, or else ~/tensorflow_datasets)",
-    )
-    parser.add_argument(
-        "--source", help="folder of downloaded source files; with 'folder': the image folder"
-    )
-    parser.add_argument(
-        "--set_name", help="with 'folder': name of the set (default: the folder's name)"
-    )
+    for name, words in (
+        ("data_dir", "where to put the set (default: TFDS_DATA_DIR, or ~/tensorflow_datasets)"),
+        ("source", "folder of downloaded source files; with 'folder': the image folder"),
+        ("set_name", "with 'folder': name of the set (default: the folder's name)"),
+    ):
+        parser.add_argument(f"--{name}", help=words)
     options = parser.parse_args(arguments)
     try:
         path = prepare(options.name, options.data_dir, options.source, options.set_name)

@@ -5,9 +5,9 @@ They hold arrays and no code.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,17 +17,7 @@ from adder_flax.arrays import AnyArray
 from adder_flax.attention import resolve_scale
 from adder_flax.extras import needs
 from adder_flax.files import write_whole
-from adder_flax.interop._names import (
-    FORMATS,
-    arrays_of,
-    changes,
-    find,
-    format_of,
-    from_arrays,
-    prefix_tokens,
-    sizes_of,
-    to_arrays,
-)
+from adder_flax.interop._names import FORMATS, Match, format_of, sizes_of, to_arrays
 from adder_flax.interop._network import (
     Statistics,
     as_metadata,
@@ -35,7 +25,6 @@ from adder_flax.interop._network import (
     image_statistics,
     read_network,
 )
-from adder_flax.interop._positions import entries_in_front
 from adder_flax.interop._safetensors import open_weights
 from adder_flax.layers import Block, Identity, NormedLinear
 from adder_flax.models import VisionTransformer
@@ -64,14 +53,9 @@ def save_weights(
       statistics: mean and deviation of each channel by which the images are normalised, which go
         into the header.
 
-    Raises:
-      ValueError: unknown names, or adder layers or a score with parameters in the names of others.
-      OSError: it cannot be written; what was there is still there.
-
     >>> import tempfile
-    >>> model = VisionTransformer(
-    ...     image_size=8, patch_size=2, width=8, depth=1, num_heads=2, rngs=nnx.Rngs(0)
-    ... )
+    >>> sizes = dict(image_size=8, patch_size=2, width=8, depth=1, num_heads=2)
+    >>> model = VisionTransformer(**sizes, rngs=nnx.Rngs(0))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_weights(model, f"{folder}/model.safetensors", names="timm")
     ...     load_weights(model, f"{folder}/model.safetensors")
@@ -130,27 +114,18 @@ def load_weights(model: VisionTransformer, path: str | Path) -> tuple[str, ...]:
     Raises:
       ValueError: the file is no safetensors file, or its weights do not fit the model, or what
         network they are of is not known.
-      OSError: it cannot be read.
     """
     found, _ = _read(model, path)
-    params = _flat(_parameters(model))
-    nnx.update(
-        model,
-        _nested({name: found.get(name, params[name]) for name in params}, like=_parameters(model)),
-    )
+    like = _parameters(model)
+    params = _flat(like)
+    nnx.update(model, _nested(params | found, like=like))
     return tuple(name for name in params if name not in found)
 
 
 def read_statistics(path: str | Path) -> Statistics | None:
     """Returns mean and deviation of each channel by which the images of weights are normalised.
 
-    None where neither the file nor what lies beside it says so.
-
-    Args:
-      path: as for `load_weights`.
-
-    Raises:
-      ValueError, OSError: as `load_weights`.
+    None where neither the file nor what lies beside it, see `load_weights`, says so.
     """
     with open_weights(path) as weights:
         return image_statistics(weights)
@@ -170,13 +145,7 @@ def read_model(
       num_classes: that its head must have.
 
     Returns:
-      The model, and mean and standard deviation of each channel by which its images are normalised;
-      None where nothing beside the file says so.
-
-    Raises:
-      ValueError: the file is no safetensors file, or its network is not known, not one of ours, or
-        for other classes.
-      OSError: it cannot be read.
+      The model, and what `read_statistics` does.
     """
     with open_weights(path) as weights:
         names = format_of(weights.shapes)
@@ -191,55 +160,23 @@ def read_model(
         if network.pooling == "mean" and "cls_token" in weights.shapes:
             sizes["registers"] += 1  # which no head reads
         statistics = image_statistics(weights)
-    build = functools.partial(
-        VisionTransformer,
-        image_size=image_shape[:2],
-        channels=image_shape[2],
-        num_classes=num_classes,
-        num_heads=network.num_heads,
-        norm_epsilon=network.epsilon,
-        pooling=network.pooling,
-        **sizes,
-    )
-    model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+    options: dict[str, Any] = dict(num_heads=network.num_heads, norm_epsilon=network.epsilon)
+    options |= sizes | dict(image_size=image_shape[:2], channels=image_shape[2])
+    options |= dict(num_classes=num_classes, pooling=network.pooling)
+    model = nnx.eval_shape(lambda: VisionTransformer(**options, rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(model, nnx.Param)
+    like = nnx.to_pure_dict(params)
     found, _ = _read(model, path)
-    if missing := [name for name in _flat(nnx.to_pure_dict(params)) if name not in found]:
+    if missing := [name for name in _flat(like) if name not in found]:
         raise ValueError(
             f"expected a head for {num_classes} classes in {printable(path)}, got none or one for "
             f"others: {', '.join(missing)}; choose weights for the same classes"
         )
-    like = nnx.to_pure_dict(params)
     return nnx.merge(graphdef, _nested(found, like=like)), statistics
 
 
-@runtime_checkable
-class Run(Protocol):
-    """What is to start from a file: a dataclass such as `adder_flax.training.Run`.
-
-    Attributes:
-      abstract_state: shapes and shardings of what ``init`` makes.
-      init: makes the state before the first step, with ``"params"`` and, perhaps, ``"ema_params"``.
-    """
-
-    @property
-    def abstract_state(self) -> Mapping[str, Any]: ...
-
-    @property
-    def init(self) -> Callable[[], dict[str, Any]]: ...
-
-    def model(self, params: Any) -> Any:
-        """Returns the model with these parameters."""
-        ...
-
-
-Started = TypeVar("Started", bound=Run)
-
-
-def start_from(run: Started, path: str | Path) -> tuple[Started, tuple[str, ...], str]:
-    """Returns the run with weights of a file at its first step.
-
-    They stand in place of random ones, see `load_weights`.
+def start_from(run: Any, path: str | Path) -> tuple[Any, tuple[str, ...], str]:
+    """Returns the run with weights of a file at its first step, see `load_weights`.
 
     The file is read and checked at once, before anything is computed.
 
@@ -250,9 +187,6 @@ def start_from(run: Started, path: str | Path) -> tuple[Started, tuple[str, ...]
     Returns:
       The run, the paths of the parameters that still start at random, and in words what of it is
       not as in the file.
-
-    Raises:
-      ValueError, OSError: as `load_weights`.
     """
     like = run.abstract_state["params"]
     found, words = _read(run.model(like), path)
@@ -260,29 +194,13 @@ def start_from(run: Started, path: str | Path) -> tuple[Started, tuple[str, ...]
 
     def init() -> Any:
         state = run.init()
-        params = _nested(
-            {name: found.get(name, leaf) for name, leaf in _flat(state["params"]).items()},
-            like=like,
-        )
+        params = _nested(_flat(state["params"]) | found, like=like)
         params = jax.tree.map(lambda x, leaf: jax.device_put(x, leaf.sharding), params, like)
-        copies = (
-            {"ema_params": jax.tree.map(lambda x: x.copy(), params)}
-            if "ema_params" in state
-            else {}
-        )
-        return state | {"params": params} | copies
+        if "ema_params" in state:
+            state |= {"ema_params": jax.tree.map(lambda x: x.copy(), params)}
+        return state | {"params": params}
 
-    begun: Any = run  # a dataclass, which a protocol cannot say
-    return dataclasses.replace(begun, init=init), kept, "; ".join(words)
-
-
-# Whose way of resizing goes with whose names.
-_POSITIONS_OF = {
-    "adder_flax": "timm",
-    "timm": "timm",
-    "hugging_face": "torch",
-    "transformers_5": "torch",
-}
+    return dataclasses.replace(run, init=init), kept, "; ".join(words)
 
 
 def _read(model: VisionTransformer, path: str | Path) -> tuple[dict[str, np.ndarray], list[str]]:
@@ -290,29 +208,18 @@ def _read(model: VisionTransformer, path: str | Path) -> tuple[dict[str, np.ndar
     params = _flat(_parameters(model))
     shapes = {name: leaf.shape for name, leaf in params.items()}
     with open_weights(path) as weights:
-        stored = weights.shapes
-        names = format_of(stored)
-        channels = _channels(_checked(model, names))
-        places = find(stored, shapes, channels=channels)
-        grid = check_network(model, weights, names, _patch_size(model))
-        if "pos_embed" in places:  # before anything large is read
-            entries_in_front(stored[places["pos_embed"].name][1], grid, prefix_tokens(shapes))
-        arrays = {name: weights.read(name) for name in arrays_of(places)}
-        found = from_arrays(
-            arrays,
-            places,
-            shapes,
-            channels=channels,
-            grids=(grid, model.grid),
-            positions=_POSITIONS_OF[names],
-        )
+        names = format_of(weights.shapes)
+        match = Match(weights.shapes, shapes, channels=_channels(_checked(model, names)))
+        grid = check_network(model, weights, names, model.image_shape[0] // model.grid[0])
+        match.check_positions(grid)  # before anything large is read
+        arrays = {name: weights.read(name) for name in match.arrays}
+        like = "torch" if names in ("hugging_face", "transformers_5") else "timm"
+        found = match.parameters(arrays, grids=(grid, model.grid), like=like)
         if names != "adder_flax":
             found |= _with_own_scores(model, found)
-        converted = {
-            name: _as_type(array, params[name].dtype, places[name].name)
-            for name, array in found.items()
-        }
-    return converted, changes(shapes, places, stored, channels=channels, grids=(grid, model.grid))
+        as_type = lambda name, array: _as_type(array, params[name].dtype, match.places[name].name)
+        converted = {name: as_type(name, array) for name, array in found.items()}
+    return converted, match.changes(grid, model.grid)
 
 
 def _with_own_scores(
@@ -390,10 +297,7 @@ def _check_attention(model: VisionTransformer, names: str) -> None:
 def _with_plain_scores(
     model: VisionTransformer, params: Mapping[str, AnyArray]
 ) -> dict[str, AnyArray]:
-    """Returns parameters of the same function with scores of q·k/√d, as all others have them.
-
-    Scale and temperature become part of the layers that make queries.
-    """
+    """Returns parameters of the same function with scores of q·k/√d, scaled by their queries."""
     folded = dict(params)
     for number, block in enumerate(model.blocks):
         factors = _query_factors(block)
@@ -407,10 +311,7 @@ def _with_plain_scores(
 
 
 def _query_factors(block: Block) -> np.ndarray:
-    """Returns what makes queries of a block of q·k/√d, one factor for each of their features.
-
-    Without a learned temperature.
-    """
+    """Returns what makes queries of a block of q·k/√d, without a learned temperature."""
     attention = block.attention
     settings, head_dim = attention.settings, attention.head_dim
     scale = resolve_scale(settings.score, settings.scale, head_dim) * head_dim**0.5
@@ -429,10 +330,6 @@ def _is_published(block: Block) -> bool:
     return block.norm_position == "pre" and not any(
         isinstance(layer, Identity | NormedLinear) for _, layer in nnx.iter_modules(block)
     )
-
-
-def _patch_size(model: VisionTransformer) -> int:
-    return model.image_shape[0] // model.grid[0]
 
 
 def _channels(model: VisionTransformer) -> int:

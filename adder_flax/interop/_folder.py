@@ -16,6 +16,26 @@ from adder_flax.models import VisionTransformer
 from adder_flax.text import printable
 
 _BICUBIC = 3  # Pillow's number
+_CARD = """\
+---
+library_name: transformers
+pipeline_tag: image-classification
+tags: [vision, image-classification, {tag}]
+---
+# {title}
+
+| measured on {data} | |
+|---|---|
+{measured}
+
+| | |
+|---|---|
+{facts}
+
+```python
+{usage}
+```
+"""
 
 
 def save_folder(
@@ -44,20 +64,12 @@ def save_folder(
 
     Raises:
       ValueError: another kind of model, for which these libraries have no class.
-      OSError: it cannot be written.
 
     Example:
       >>> import tempfile
       >>> from flax import nnx
-      >>> model = VisionTransformer(
-      ...     image_size=8,
-      ...     patch_size=2,
-      ...     num_classes=2,
-      ...     width=8,
-      ...     depth=1,
-      ...     num_heads=2,
-      ...     rngs=nnx.Rngs(0),
-      ... )
+      >>> sizes = dict(image_size=8, patch_size=2, num_classes=2, width=8, depth=1, num_heads=2)
+      >>> model = VisionTransformer(**sizes, rngs=nnx.Rngs(0))
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     save_folder(model, folder, label_names=["cat", "dog"], mean=[0.5] * 3, std=[0.25] * 3)
       ...     sorted(path.name for path in Path(folder).iterdir())
@@ -68,10 +80,8 @@ def save_folder(
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "model.safetensors", weights)
     _write_json(folder / "config.json", _config(model, label_names))
-    _write_json(
-        folder / "preprocessor_config.json",
-        _preprocessing(model.image_shape, mean, std, crop_ratio),
-    )
+    preprocessing = _preprocessing(model.image_shape, mean, std, crop_ratio)
+    _write_json(folder / "preprocessor_config.json", preprocessing)
     if card:
         write_whole(folder / "README.md", card.encode())
 
@@ -80,10 +90,9 @@ def _config(model: VisionTransformer, label_names: Sequence[str]) -> dict[str, A
     height, width, channels = model.image_shape
     distilled = model.head_dist is not None
     pixels = model.patch_embed.proj.in_features // channels
+    kind = "DeiTForImageClassificationWithTeacher" if distilled else "ViTForImageClassification"
     return {
-        "architectures": [
-            "DeiTForImageClassificationWithTeacher" if distilled else "ViTForImageClassification"
-        ],
+        "architectures": [kind],
         "model_type": "deit" if distilled else "vit",
         "image_size": height if height == width else [height, width],
         "patch_size": math.isqrt(pixels),
@@ -153,58 +162,19 @@ def model_card(
       usage: lines of Python that load the model.
       distilled: whether it has a distillation token.
 
-    >>> print(
-    ...     model_card(
-    ...         "ViT, digits",
-    ...         data="digits/test",
-    ...         measured={"accuracy": 0.98},
-    ...         facts={"seed": 0},
-    ...         usage="x",
-    ...     )
-    ... )
-    ---
-    library_name: transformers
-    pipeline_tag: image-classification
-    tags: [vision, image-classification, vit]
-    ---
-    # ViT, digits
-    <BLANKLINE>
-    | measured on digits/test | |
-    |---|---|
-    | accuracy | 0.9800 |
-    <BLANKLINE>
-    | | |
-    |---|---|
-    | seed | 0 |
-    <BLANKLINE>
-    ```python
-    x
-    ```
-    <BLANKLINE>
+    >>> card = model_card("ViT", data="test", measured={"accuracy": 0.98}, facts={}, usage="")
+    >>> card.splitlines()[9]
+    '| accuracy | 0.9800 |'
     """
     row = lambda name, value: f"| {printable(name)} | {printable(value).replace('|', '/')} |"
-    lines = [
-        "---",
-        "library_name: transformers",
-        "pipeline_tag: image-classification",
-        f"tags: [vision, image-classification, {'deit' if distilled else 'vit'}]",
-        "---",
-        f"# {printable(title)}",
-        "",
-        f"| measured on {printable(data)} | |",
-        "|---|---|",
-        *(row(name, f"{value:.4f}") for name, value in measured.items()),
-        "",
-        "| | |",
-        "|---|---|",
-        *(row(name, value) for name, value in facts.items()),
-        "",
-        "```python",
-        usage,
-        "```",
-        "",
-    ]
-    return "\n".join(lines)
+    return _CARD.format(
+        tag="deit" if distilled else "vit",
+        title=printable(title),
+        data=printable(data),
+        measured="\n".join(row(name, f"{value:.4f}") for name, value in measured.items()),
+        facts="\n".join(row(name, value) for name, value in facts.items()),
+        usage=usage,
+    )
 
 
 def _write_json(path: Path, fields: Mapping[str, Any]) -> None:

@@ -11,16 +11,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 from adder_flax.arrays import AnyArray
-from adder_flax.interop._positions import Grid, resize_positions
+from adder_flax.models import Grid, resize_grid
 from adder_flax.text import printable
 
 FORMATS = ("adder_flax", "timm", "hugging_face", "transformers_5")
 """Names of this project, of timm, of Hugging Face's files, and of what transformers 5 calls the
 same in memory."""
 
-Arrays = Mapping[str, np.ndarray]
+Shapes = Mapping[str, tuple[int, ...]]
 
 _IN_FRONT = ("cls_token", "dist_token", "reg_token")
 _THIRDS = ("query", "key", "value")
@@ -64,8 +65,8 @@ _TELLING = {
     "hugging_face": "t.encoder.layer.0.attention.attention.query.weight",
     "transformers_5": "t.layers.0.attention.q_proj.weight",
 }
-# Parts of networks that are a matter of settings, by the names of their arrays, and what to set.
-_OTHER_SETTINGS = (
+# Parts of networks by the names of their arrays, and what to set; None where no model here has it.
+_OTHER_PARTS = (
     (
         r"(^|\.)dist(illation)?_token$|^head_dist\.|^distillation_classifier\.",
         "a distillation token",
@@ -80,27 +81,23 @@ _OTHER_SETTINGS = (
     ),
     (r"^fc_norm\.", "the last norm behind the pooling", "config.model.fc_norm"),
     (r"^norm\.", "the last norm in front of the pooling", "config.model.fc_norm to False"),
-)
-# Those that no model here has.
-_UNKNOWN_PARTS = (
-    (r"reg_tokens$|register_tokens$", "register tokens of another project than timm"),
-    (r"\.mlp\.(w12|w3|fc1_g|fc1_x|gate_proj|up_proj|weights_in)\.", "a gated MLP (SwiGLU)"),
-    (r"\.[qk]_norm\.", "norms of queries and keys"),
-    (r"^norm_pre\.", "a norm in front of the blocks, as CLIP's"),
-    (r"^attn_pool\.", "pooling by attention"),
-    (r"mask_token$", "a token for masked patches"),
+    (r"reg_tokens$|register_tokens$", "register tokens of another project than timm", None),
+    (r"\.mlp\.(w12|w3|fc1_g|fc1_x|gate_proj|up_proj|weights_in)\.", "a gated MLP (SwiGLU)", None),
+    (r"\.[qk]_norm\.", "norms of queries and keys", None),
+    (r"^norm_pre\.", "a norm in front of the blocks, as CLIP's", None),
+    (r"^attn_pool\.", "pooling by attention", None),
+    (r"mask_token$", "a token for masked patches", None),
     # The model has a head wherever it may have this name: what is left over is beside a
     # distillation token.
     (
         r"^classifier\.",
         "one head for class and distillation token (DeiTForImageClassification)",
+        None,
     ),
 )
 _HEADS = ("head.", "head_dist.")
 # Learned parts of scores: the rest of a transformer may come from one that attends in another way.
 _OF_A_SCORE = re.compile(r"\.attention\.(score\.|log_temperature$|key_bias$)")
-
-
 _QKV_BIAS = re.compile(r"\.attention\.(query|key|value)\.bias$")
 # What wrappers of PyTorch put in front of a model's own names, torch.compile anywhere in them.
 _WRAPPERS = re.compile(r"^(?:(?:module|model|_orig_mod)\.)+|(?<=\.)_orig_mod\.")
@@ -125,31 +122,32 @@ class _Place(NamedTuple):
     """
 
     name: str
-    third: int | None
-    layout: str
+    third: int | None = None
+    layout: str = "same"
     factor: str | None = None
     front: str | None = None
+
+    def arrays(self) -> list[str]:
+        """Names of all arrays there that the parameter is made of."""
+        return [name for name in (self.name, self.factor, self.front) if name is not None]
 
 
 def _place(path: str, names: str, *, with_teacher: bool) -> _Place:
     if names == "adder_flax":
-        return _Place(path, None, "same")
+        return _Place(path)
     name = re.sub(r"\.(kernel|scale)$", ".weight", path)
-    for pattern, replacement in (
-        *_PATTERNS[names],
-        *(_WITH_TEACHER if with_teacher and names != "timm" else ()),
-    ):
+    teacher = _WITH_TEACHER if with_teacher and names != "timm" else ()
+    for pattern, replacement in (*_PATTERNS[names], *teacher):
         name = re.sub(pattern, replacement, name)
     role = re.search(r"\.attention\.(query|key|value)\.", path)
     third = _THIRDS.index(role[1]) if role and names == "timm" else None
-    layout = (
-        "patches"
-        if path == "patch_embed.proj.kernel"
-        else "matrix"
-        if path.endswith(".kernel")
-        else "same"
-    )
-    return _Place(name, third, layout)
+    if path == "patch_embed.proj.kernel":
+        return _Place(name, third, "patches")
+    return _Place(name, third, "matrix" if path.endswith(".kernel") else "same")
+
+
+def _has_teacher(stored: Iterable[str]) -> bool:
+    return any(name.startswith("deit.") for name in stored)
 
 
 def plain_names(stored: Iterable[str]) -> dict[str, str]:
@@ -170,14 +168,7 @@ def plain_names(stored: Iterable[str]) -> dict[str, str]:
 
 
 def format_of(names: Iterable[str]) -> str:
-    """Returns which of `FORMATS` arrays of these names are in.
-
-    Raises:
-      ValueError: in none of them.
-
-    >>> format_of(["blocks.0.attn.qkv.weight", "head.weight"])
-    'timm'
-    """
+    """Returns which of `FORMATS` arrays of these names are in; a ValueError where in none."""
     names = sorted(names)
     for known, end in _TELLING.items():
         if any(name.endswith(end) for name in names):
@@ -189,23 +180,14 @@ def format_of(names: Iterable[str]) -> str:
     )
 
 
-def sizes_of(stored: Mapping[str, tuple[int, ...]], names: str) -> dict[str, Any]:
+def sizes_of(stored: Shapes, names: str) -> dict[str, Any]:
     """Returns the sizes of a plain vision transformer that arrays show, as arguments of ours.
 
-    Args:
-      stored: shapes of the arrays, by their names.
-      names: that they have, one of `FORMATS` other than this project's.
-
-    Raises:
-      ValueError: arrays that show them are missing or of strange shapes.
-
     >>> block = {"blocks.0.attn.qkv.weight": (24, 8), "blocks.0.mlp.fc1.weight": (16, 8)}
-    >>> sizes_of({"patch_embed.proj.weight": (8, 3, 2, 2), **block}, "timm")
-    {'width': 8, 'patch_size': 2, 'mlp_ratio': 2.0, 'depth': 1, 'distilled': False, \
-'registers': 0, 'fc_norm': False}
+    >>> sizes_of({"patch_embed.proj.weight": (8, 3, 2, 2), **block}, "timm")["mlp_ratio"]
+    2.0
     """
-    with_teacher = any(name.startswith("deit.") for name in stored)
-    name_of = lambda path: _place(path, names, with_teacher=with_teacher).name
+    name_of = lambda path: _place(path, names, with_teacher=_has_teacher(stored)).name
     first, patches = name_of("blocks.0.mlp.fc1.kernel"), name_of("patch_embed.proj.kernel")
     hidden, kernel = stored.get(first, ()), stored.get(patches, ())
     if len(hidden) != 2 or len(kernel) != 4 or 0 in (*hidden, *kernel):
@@ -231,15 +213,7 @@ def sizes_of(stored: Mapping[str, tuple[int, ...]], names: str) -> dict[str, Any
 def to_arrays(
     params: Mapping[str, AnyArray], names: str, *, channels: int
 ) -> dict[str, np.ndarray]:
-    """Renames and lays out the parameters of a transformer as another project does.
-
-    Args:
-      params: by our path, as `"blocks.0.mlp.fc1.kernel"`.
-      names: one of `FORMATS`.
-      channels: of the images.
-
-    Returns:
-      Arrays by that project's names.
+    """Renames and lays out the parameters of a transformer, by our path, as another project does.
 
     Raises:
       ValueError: a parameter of a score, for a project that has no such scores.
@@ -257,8 +231,11 @@ def to_arrays(
         )
     arrays, thirds = {}, {}
     for path, array in params.items():
-        place = _place(path, names, with_teacher="dist_token" in params)
-        array = _laid_out_there(np.asarray(array), place.layout, channels)
+        place, array = _place(path, names, with_teacher="dist_token" in params), np.asarray(array)
+        if place.layout == "patches":
+            side = round((array.shape[0] / channels) ** 0.5)
+            array = array.reshape(side, side, channels, -1).transpose(3, 2, 0, 1)
+        array = np.ascontiguousarray(array.T if place.layout == "matrix" else array)
         if place.third is None:
             arrays[place.name] = array
         else:
@@ -268,81 +245,187 @@ def to_arrays(
     }
 
 
-def find(
-    stored: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], *, channels: int
-) -> dict[str, _Place]:
-    """Finds the parameters of a transformer among arrays in any of `FORMATS`.
-
-    By their names and shapes alone.
+class Match:
+    """The parameters of a transformer found among arrays in any of `FORMATS`, by names and shapes.
 
     Not found are parameters of scores that the file does not have, and a head that is not there or
     for another number of classes.
 
-    Args:
+    Attributes:
       stored: shapes of the arrays, by their names.
       shapes: of the wanted parameters, by our path.
       channels: of the images.
-
-    Returns:
-      Where each parameter that was found is, by our path.
+      places: where each parameter that was found is, by our path.
+      arrays: names of the arrays that these are made of.
 
     Raises:
       ValueError: names of no known format, an array that has no place here, a parameter that is
         missing or of another shape, a head or score of which only a part is there.
 
-    >>> found = find(
-    ...     {"blocks.0.attn.qkv.weight": (24, 8)},
-    ...     {"blocks.0.attention.key.kernel": (8, 8)},
-    ...     channels=3,
-    ... )
-    >>> found["blocks.0.attention.key.kernel"].third
+    >>> shapes = {"blocks.0.attention.key.kernel": (8, 8)}
+    >>> found = Match({"blocks.0.attn.qkv.weight": (24, 8)}, shapes, channels=3)
+    >>> found.places["blocks.0.attention.key.kernel"].third
     1
     """
-    names = format_of(stored)
-    with_teacher = any(name.startswith("deit.") for name in stored)
-    places = {path: _place(path, names, with_teacher=with_teacher) for path in shapes}
-    if not any(map(_LAYER_SCALE.search, shapes)):
-        places = {path: _scaled(path, place, stored) for path, place in places.items()}
-    if "cls_token" in stored and "reg_token" in shapes and "cls_token" not in shapes:
-        # A class token that no head reads is a register.
-        more = "reg_token" in stored
-        own = _Place("reg_token", None, "same", front="cls_token")
-        places["reg_token"] = own if more else _Place("cls_token", None, "same")
-    taken = {name for place in places.values() for name in _arrays(place)}
-    if homeless := sorted(set(stored) - taken):
-        raise ValueError(_why_homeless(homeless, _depth(shapes)))
-    found = _without_absent(_with_zeros(places, stored), stored)
-    if any(_is_for_other_classes(head, stored, shapes, places) for head in _HEADS):
-        found = {path: place for path, place in found.items() if not path.startswith(_HEADS)}
-    for path in found:
-        _check_shape(path, found, stored, shapes, channels)
-    return found
+
+    def __init__(self, stored: Shapes, shapes: Shapes, *, channels: int):
+        self.stored, self.shapes, self.channels = stored, shapes, channels
+        names, with_teacher = format_of(stored), _has_teacher(stored)
+        places = {path: _place(path, names, with_teacher=with_teacher) for path in shapes}
+        if not any(map(_LAYER_SCALE.search, shapes)):
+            places = {path: _scaled(path, place, stored) for path, place in places.items()}
+        if "cls_token" in stored and "reg_token" in shapes and "cls_token" not in shapes:
+            # A class token that no head reads is a register.
+            own = _Place("reg_token", front="cls_token")
+            places["reg_token"] = own if "reg_token" in stored else _Place("cls_token")
+        taken = {name for place in places.values() for name in place.arrays()}
+        if homeless := sorted(set(stored) - taken):
+            raise ValueError(_why_homeless(homeless, shapes))
+        biases = [path for path in places if _QKV_BIAS.search(path)]
+        if not any(places[path].name in stored for path in biases):
+            places |= {path: places[path]._replace(layout="zeros") for path in biases}
+        self.places = _without_absent(places, stored)
+        if any(map(self._is_for_other_classes, _HEADS)):
+            self.places = {p: place for p, place in self.places.items() if not p.startswith(_HEADS)}
+        there = [place for place in self.places.values() if place.layout != "zeros"]
+        self.arrays = list(dict.fromkeys(name for place in there for name in place.arrays()))
+        for path, place in self.places.items():
+            if place.layout != "zeros":
+                self._check_shape(path, place)
+
+    def _is_for_other_classes(self, head: str) -> bool:
+        """Whether there is a head that would fit, were it not for the number of its classes."""
+        kernel, bias = (self.places.get(f"{head}{part}") for part in ("kernel", "bias"))
+        if kernel is None or bias is None:
+            return False
+        width, classes = self.shapes[f"{head}kernel"]
+        others = self.stored[bias.name][0] if len(self.stored[bias.name]) == 1 else 0
+        there = (others, width) if kernel.layout == "matrix" else (width, others)
+        return others not in (0, classes) and self.stored[kernel.name] == there
+
+    def _check_shape(self, path: str, place: _Place) -> None:
+        """Refuses an array that is not of its parameter's shape, nor can be made so."""
+        expected, got = self._shape_there(path, place), self.stored[place.name]
+        if path == "reg_token" and len(got) == 3 and got[::2] == expected[::2] and got != expected:
+            raise ValueError(
+                f"expected {expected[1]} tokens in {place.name}, as the model's "
+                f"config.model.registers says, got {got[1]}; set it to "
+                f"{self.shapes[path][1] - expected[1] + got[1]}"
+            )
+        if path == "pos_embed" and len(got) == 3:  # of any number of patches
+            expected = (expected[0], got[1], expected[2])
+        if place.layout == "patches" and len(got) == 4 and {got[1], self.channels} == {1, 3}:
+            expected = (expected[0], got[1], *expected[2:])
+        if got != expected:
+            self._refuse_gated(path)
+            raise ValueError(
+                f"expected {place.name} of shape {expected}, got {printable(got, limit=80)}; "
+                "choose a model of their width, patch size, number of channels and grid of patches"
+            )
+        if place.factor is not None and self.stored[place.factor] != (self.shapes[path][-1],):
+            raise ValueError(
+                f"expected {place.factor} of shape {(self.shapes[path][-1],)}, got "
+                f"{printable(self.stored[place.factor], limit=80)}; take weights that are whole"
+            )
+
+    def _shape_there(self, path: str, place: _Place) -> tuple[int, ...]:
+        shape = self.shapes[path]
+        if place.layout == "patches":
+            side = round((shape[0] / self.channels) ** 0.5)
+            return shape[1], self.channels, side, side
+        if place.front is not None:
+            return shape[0], shape[1] - 1, *shape[2:]
+        shape = shape[::-1] if place.layout == "matrix" else shape
+        return shape if place.third is None else (3 * shape[0], *shape[1:])
+
+    def _refuse_gated(self, path: str) -> None:
+        """Refuses an MLP whose first layer makes twice what its second takes: timm's SwiGLU."""
+        if (block := re.match(r"(blocks\.\d+\.mlp)\.", path)) is None:
+            return
+        kernels = (self.places[f"{block[1]}.{layer}.kernel"].name for layer in ("fc1", "fc2"))
+        first, second = (self.stored[kernel] for kernel in kernels)
+        if len(first) == len(second) == 2 and first[0] == 2 * second[1]:
+            raise ValueError(
+                "expected weights of a network like the model, got a gated MLP (SwiGLU) in "
+                f"{block[1]}, whose first layer has {first[0]} outputs where its second takes "
+                f"{second[1]}; choose weights without it"
+            )
+
+    def check_positions(self, grid: Grid) -> None:
+        """Refuses a position embedding that is not of this grid of patches."""
+        if place := self.places.get("pos_embed"):
+            _entries_in_front(self.stored[place.name][1], grid, _prefix_tokens(self.shapes))
+
+    def parameters(
+        self, arrays: Mapping[str, np.ndarray], *, grids: tuple[Grid, Grid], like: str
+    ) -> dict[str, np.ndarray]:
+        """Lays out the arrays as parameters, by our path.
+
+        A position embedding for another grid of patches is resized, and gets zeros for tokens in
+        front of the patches that it has no entries for (timm's ``no_embed_class``). LayerScale
+        becomes part of the layer in front of it where the model has none. Patches of three channels
+        are summed for one, those of one are a third of each of three.
+
+        Args:
+          arrays: by their names there.
+          grids: of the file's positions and of the model's.
+          like: how they are resized, see `resize_grid`.
+        """
+        found = {path: self._made(path, place, arrays) for path, place in self.places.items()}
+        if "pos_embed" in found:
+            tokens = _prefix_tokens(self.shapes)
+            found["pos_embed"] = resize_positions(
+                found["pos_embed"], *grids, prefix_tokens=tokens, like=like
+            )
+        return found
+
+    def _made(self, path: str, place: _Place, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        if place.layout == "zeros":
+            return np.zeros(self.shapes[path], np.float32)
+        array = arrays[place.name]
+        if place.third is not None:
+            array = np.split(array, 3)[place.third]
+        if place.layout == "matrix":
+            array = array.T
+        if place.layout == "patches":
+            array = _of_channels(array, self.channels)
+            array = array.transpose(2, 3, 1, 0).reshape(-1, array.shape[0])
+        if place.front is not None:
+            array = np.concatenate([arrays[place.front], array], axis=1)
+        return array if place.factor is None else _product(array, arrays[place.factor])
+
+    def changes(self, old: Grid, new: Grid) -> list[str]:
+        """Returns in words what of the model, whose grid is the new one, is not as in the file."""
+        absent = [path for path in self.shapes if path not in self.places]
+        parts = dict.fromkeys(re.sub(r"^blocks\.\d+\.", "blocks.*.", _part(p)) for p in absent)
+        words = [f"at random: {', '.join(parts) or 'nothing'}"]
+        biases = [name for name in ("head.bias", "classifier.bias") if name in self.stored]
+        if biases and "head.bias" in absent:
+            words[0] += f" (that of the file is for {self.stored[biases[0]][0]} classes)"
+        if "pos_embed" in self.places and old != new:
+            resized = "positions resized from {} × {} to {} × {} patches"
+            words.append(resized.format(*old, *new))
+        kernel = self.places.get("patch_embed.proj.kernel")
+        if kernel and kernel.layout == "patches":
+            channels = self.stored[kernel.name][1]
+            if channels != self.channels:
+                words.append(f"patches of {channels} channels made those of {self.channels}")
+        if any(place.layout == "zeros" for place in self.places.values()):
+            words.append("biases of query, key and value are 0, since there are none")
+        if any(place.factor for place in self.places.values()):
+            words.append("LayerScale made part of the layers before it")
+        return words
 
 
-def _with_zeros(
-    places: Mapping[str, _Place], stored: Mapping[str, tuple[int, ...]]
-) -> dict[str, _Place]:
-    """Returns the places with zeros for the biases of query, key and value if there are none."""
-    biases = {path: place for path, place in places.items() if _QKV_BIAS.search(path)}
-    if any(place.name in stored for place in biases.values()):
-        return dict(places)
-    zeros = {path: place._replace(layout="zeros") for path, place in biases.items()}
-    return {**places, **zeros}
-
-
-def _without_absent(
-    places: Mapping[str, _Place], stored: Mapping[str, tuple[int, ...]]
-) -> dict[str, _Place]:
+def _without_absent(places: Mapping[str, _Place], stored: Shapes) -> dict[str, _Place]:
     """Returns the places without heads and parameters of scores that the file lacks as a whole."""
     optional = [path for path in places if path.startswith(_HEADS) or _OF_A_SCORE.search(path)]
     absent = {path for path in optional if places[path].name not in stored}
+    whole = {_part(path): places[path].name for path in optional if path not in absent}
     for path in absent:
-        part = _part(path)
-        if beside := [
-            places[other].name for other in optional if _part(other) == part and other not in absent
-        ]:
+        if beside := whole.get(_part(path)):
             raise ValueError(
-                f"expected {places[path].name} beside {beside[0]}, got only a part of what belongs "
+                f"expected {places[path].name} beside {beside}, got only a part of what belongs "
                 "together; take weights that are whole"
             )
     found = {path: place for path, place in places.items() if path not in absent}
@@ -355,155 +438,8 @@ def _without_absent(
     return found
 
 
-def _check_shape(
-    path: str,
-    places: Mapping[str, _Place],
-    stored: Mapping[str, tuple[int, ...]],
-    shapes: Mapping[str, tuple[int, ...]],
-    channels: int,
-) -> None:
-    """Refuses an array that is not of its parameter's shape, nor can be made so."""
-    place = places[path]
-    if place.layout == "zeros":
-        return
-    expected, got = _shape_there(shapes[path], place, channels), stored[place.name]
-    if path == "reg_token" and len(got) == 3 and got[::2] == expected[::2] and got != expected:
-        raise ValueError(
-            f"expected {expected[1]} tokens in {place.name}, as the model's config.model.registers "
-            f"says, got {got[1]}; set it to {shapes[path][1] - expected[1] + got[1]}"
-        )
-    if path == "pos_embed" and len(got) == 3:  # of any number of patches
-        expected = (expected[0], got[1], expected[2])
-    if place.layout == "patches" and len(got) == 4 and {got[1], channels} == {1, 3}:
-        expected = (expected[0], got[1], *expected[2:])
-    if got != expected:
-        _refuse_gated(path, places, stored)
-        raise ValueError(
-            f"expected {place.name} of shape {expected}, got {printable(got, limit=80)}; "
-            "choose a model of their width, patch size, number of channels and grid of patches"
-        )
-    if place.factor is not None and stored[place.factor] != (shapes[path][-1],):
-        raise ValueError(
-            f"expected {place.factor} of shape {(shapes[path][-1],)}, got "
-            f"{printable(stored[place.factor], limit=80)}; take weights that are whole"
-        )
-
-
-def arrays_of(places: Mapping[str, _Place]) -> list[str]:
-    """Returns the names of the arrays that parameters are made from, each once.
-
-    >>> arrays_of({"norm.bias": _Place("norm.bias", None, "same", factor="gamma")})
-    ['norm.bias', 'gamma']
-    """
-    there = (place for place in places.values() if place.layout != "zeros")
-    return list(dict.fromkeys(name for place in there for name in _arrays(place)))
-
-
-def _arrays(place: _Place) -> list[str]:
-    names = (place.name, place.factor, place.front)
-    return [name for name in names if name is not None]
-
-
-def from_arrays(
-    arrays: Arrays,
-    places: Mapping[str, _Place],
-    shapes: Mapping[str, tuple[int, ...]],
-    *,
-    channels: int,
-    grids: tuple[Grid, Grid],
-    positions: str,
-) -> dict[str, np.ndarray]:
-    """Lays out arrays of a file as parameters of a transformer.
-
-    A position embedding for another grid of patches is resized, and gets zeros for tokens in front
-    of the patches that it has no entries for (timm's ``no_embed_class``). LayerScale becomes part
-    of the layer in front of it where the model has none. Patches of three channels are summed for
-    one, those of one are a third of each of three.
-
-    Args:
-      arrays: by their names there, those of `arrays_of`.
-      places: of the parameters, from `find`.
-      shapes: of the parameters, by our path.
-      channels: of the images.
-      grids: of the file's positions and of the model's, see `resize_positions`.
-      positions: how they are resized, see there.
-
-    Returns:
-      The parameters, by our path.
-
-    >>> place = {"blocks.0.attention.key.kernel": _Place("blocks.0.attn.qkv.weight", 1, "matrix")}
-    >>> arrays = {"blocks.0.attn.qkv.weight": np.arange(3)[:, None] * np.ones((3, 2))}
-    >>> options = dict(channels=3, grids=((1, 1), (1, 1)), positions="timm")
-    >>> from_arrays(arrays, place, {}, **options)["blocks.0.attention.key.kernel"].ravel()
-    array([1., 1.])
-    """
-    found = {}
-    for path, place in places.items():
-        if place.layout == "zeros":
-            found[path] = np.zeros(shapes[path], np.float32)
-            continue
-        array = arrays[place.name]
-        if place.layout == "patches":
-            array = _of_channels(array, channels)
-        array = _laid_out_here(array, place)
-        if place.front is not None:
-            array = np.concatenate([arrays[place.front], array], axis=1)
-        found[path] = array if place.factor is None else _product(array, arrays[place.factor])
-    if "pos_embed" in found:
-        found["pos_embed"] = resize_positions(
-            found["pos_embed"],
-            *grids,
-            prefix_tokens=prefix_tokens(shapes),
-            like=positions,
-        )
-    return found
-
-
-def changes(
-    shapes: Mapping[str, tuple[int, ...]],
-    places: Mapping[str, _Place],
-    stored: Mapping[str, tuple[int, ...]],
-    *,
-    channels: int,
-    grids: tuple[Grid, Grid],
-) -> list[str]:
-    """Returns in words what of a transformer is not as in a file.
-
-    Args:
-      shapes: of the parameters, by our path.
-      places: of those that the file has, from `find`.
-      stored: shapes of its arrays, by their names.
-      channels: of the images.
-      grids: of the file's positions and of the model's.
-
-    >>> options = dict(channels=3, grids=((14, 14), (4, 4)))
-    >>> changes({"head.kernel": (8, 9), "pos_embed": (1, 16, 8)}, {}, {}, **options)
-    ['at random: head, pos_embed']
-    """
-    absent = [path for path in shapes if path not in places]
-    parts = dict.fromkeys(re.sub(r"^blocks\.\d+\.", "blocks.*.", _part(path)) for path in absent)
-    words = [f"at random: {', '.join(parts) or 'nothing'}"]
-    others = next((stored[name] for name in ("head.bias", "classifier.bias") if name in stored), ())
-    if others and "head.bias" in absent:
-        words[0] += f" (that of the file is for {others[0]} classes)"
-    old, new = ("{} × {}".format(*grid) for grid in grids)
-    if "pos_embed" in places and old != new:
-        words.append(f"positions resized from {old} to {new} patches")
-    kernel = places.get("patch_embed.proj.kernel")
-    if kernel and kernel.layout == "patches" and stored[kernel.name][1] != channels:
-        words.append(f"patches of {stored[kernel.name][1]} channels made those of {channels}")
-    if any(place.layout == "zeros" for place in places.values()):
-        words.append("biases of query, key and value are 0, since there are none")
-    if any(place.factor for place in places.values()):
-        words.append("LayerScale made part of the layers before it")
-    return words
-
-
-def _scaled(path: str, place: _Place, stored: Mapping[str, tuple[int, ...]]) -> _Place:
-    """Returns a place with the LayerScale behind it, if the file has one.
-
-    In timm these are ``ls1`` and ``ls2``.
-    """
+def _scaled(path: str, place: _Place, stored: Shapes) -> _Place:
+    """Returns a place with the LayerScale behind it, timm's ``ls1`` or ``ls2``, if there is one."""
     layer = re.match(r"(blocks\.\d+)\.(attention\.out|mlp\.fc2)\.", path)
     if layer is None:
         return place
@@ -548,47 +484,27 @@ def _product(array: np.ndarray, factor: np.ndarray) -> np.ndarray:
     return array.astype(dtype) * factor.astype(dtype)
 
 
-def _why_homeless(homeless: list[str], depth: int) -> str:
+def _why_homeless(homeless: list[str], shapes: Shapes) -> str:
     """Returns the message on arrays that have no place in the model."""
     for name in homeless:
-        for pattern, part, fix in _OTHER_SETTINGS:
+        for pattern, part, setting in _OTHER_PARTS:
             if re.search(pattern, name):
+                got = printable(name, limit=80)
+                if setting:
+                    return (
+                        f"expected weights without {part}, as the model is, got {got}; set "
+                        f"{setting}, or choose weights without"
+                    )
                 return (
-                    f"expected weights without {part}, as the model is, got "
-                    f"{printable(name, limit=80)}; set {fix}, or choose weights without"
+                    f"expected weights of a network like the model, got {got}, which is of one "
+                    f"with {part}, which the model does not have; choose weights without it"
                 )
-        for pattern, part in _UNKNOWN_PARTS:
-            if re.search(pattern, name):
-                return (
-                    "expected weights of a network like the model, got "
-                    f"{printable(name, limit=80)}, which is of one with {part}, which the model "
-                    "does not have; choose weights without it"
-                )
+    depth = len({path.split(".")[1] for path in shapes if path.startswith("blocks.")})
     return (
         f"expected the weights of a vision transformer of {depth} blocks, got "
         f"{printable(homeless[0], limit=80)} and {len(homeless) - 1} more that have no place in "
         "it; choose a model of their depth, layers and pooling"
     )
-
-
-def _refuse_gated(
-    path: str, places: Mapping[str, _Place], stored: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Refuses an MLP whose first layer makes twice what its second takes.
-
-    So timm packs SwiGLU. Raises ValueError.
-    """
-    if (block := re.match(r"(blocks\.\d+\.mlp)\.", path)) is None:
-        return
-    first, second = (
-        stored.get(places[f"{block[1]}.{layer}.kernel"].name, ()) for layer in ("fc1", "fc2")
-    )
-    if len(first) == len(second) == 2 and first[0] == 2 * second[1]:
-        raise ValueError(
-            "expected weights of a network like the model, got a gated MLP (SwiGLU) in "
-            f"{block[1]}, whose first layer has {first[0]} outputs where its second takes "
-            f"{second[1]}; choose weights without it"
-        )
 
 
 def _of_channels(array: np.ndarray, channels: int) -> np.ndarray:
@@ -599,65 +515,42 @@ def _of_channels(array: np.ndarray, channels: int) -> np.ndarray:
     return array.sum(1, keepdims=True) if channels == 1 else np.repeat(array / 3, 3, axis=1)
 
 
-def prefix_tokens(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Returns how many tokens stand in front of the patches."""
+def _prefix_tokens(shapes: Shapes) -> int:
     return sum(shapes[name][1] for name in _IN_FRONT if name in shapes)
 
 
 def _part(path: str) -> str:
     """Returns what a parameter belongs to of which all or nothing is taken."""
-    return (
-        path.partition(".")[0]
-        if path.startswith(_HEADS)
-        else re.sub(r"(\.attention\.score)\..*", r"\1", path)
-    )
+    if path.startswith(_HEADS):
+        return path.partition(".")[0]
+    return re.sub(r"(\.attention\.score)\..*", r"\1", path)
 
 
-def _is_for_other_classes(
-    head: str,
-    stored: Mapping[str, tuple[int, ...]],
-    shapes: Mapping[str, tuple[int, ...]],
-    places: Mapping[str, _Place],
-) -> bool:
-    """Whether the file has a head that would fit, were it not for the number of its classes."""
-    parts = [f"{head}{part}" for part in ("kernel", "bias")]
-    if parts[0] not in shapes or places[parts[0]].name not in stored:
-        return False
-    kernel, bias = (stored[places[part].name] for part in parts)
-    (width, classes), transposed = shapes[parts[0]], places[parts[0]].layout == "matrix"
-    others = bias[0] if len(bias) == 1 else 0
-    return others not in (0, classes) and kernel == (
-        (others, width) if transposed else (width, others)
-    )
+def _entries_in_front(num_entries: int, grid: Grid, prefix_tokens: int) -> int:
+    """Returns how many positions stand before those of the patches, all tokens in front or none."""
+    rows, columns = grid
+    first = num_entries - rows * columns
+    if first not in (prefix_tokens, 0):
+        raise ValueError(
+            f"expected positions of {rows} × {columns} patches, as is said of these weights, with "
+            f"or without {prefix_tokens} more, got {num_entries}; say in the config.json beside "
+            "them what size of images they are of"
+        )
+    return first
 
 
-def _shape_there(shape: tuple[int, ...], place: _Place, channels: int) -> tuple[int, ...]:
-    """Returns the shape that the array of a parameter has in a file."""
-    if place.layout == "patches":
-        side = round((shape[0] / channels) ** 0.5)
-        return shape[1], channels, side, side
-    if place.front is not None:
-        return shape[0], shape[1] - 1, *shape[2:]
-    shape = shape[::-1] if place.layout == "matrix" else shape
-    return shape if place.third is None else (3 * shape[0], *shape[1:])
+def resize_positions(
+    embedding: Float[np.ndarray, "1 old width"],
+    old: Grid,
+    new: Grid,
+    *,
+    prefix_tokens: int,
+    like: str,
+) -> Float[np.ndarray, "1 new width"]:
+    """Returns positions for another grid of patches, see `adder_flax.models.resize_grid`.
 
-
-def _depth(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    return len({path.split(".")[1] for path in shapes if path.startswith("blocks.")})
-
-
-def _laid_out_there(array: np.ndarray, layout: str, channels: int) -> np.ndarray:
-    if layout == "patches":
-        side = round((array.shape[0] / channels) ** 0.5)
-        array = array.reshape(side, side, channels, -1).transpose(3, 2, 0, 1)
-    return np.ascontiguousarray(array.T if layout == "matrix" else array)
-
-
-def _laid_out_here(array: np.ndarray, place: _Place) -> np.ndarray:
-    if place.third is not None:
-        array = np.split(array, 3)[place.third]
-    if place.layout == "matrix":
-        return array.T
-    if place.layout == "patches":
-        return array.transpose(2, 3, 1, 0).reshape(-1, array.shape[0])
-    return array
+    Tokens in front of the patches that have no entries get zeros.
+    """
+    first, width = _entries_in_front(embedding.shape[1], old, prefix_tokens), embedding.shape[-1]
+    front = embedding[:, :first] if first else np.zeros((1, prefix_tokens, width), embedding.dtype)
+    return np.concatenate([front, resize_grid(embedding[:, first:], old, new, like=like)], axis=1)

@@ -1,7 +1,5 @@
 """What weights do not tell of their network, and who says it instead.
 
-Names and shapes of arrays leave it open.
-
 Two networks with arrays of the same names and shapes may differ in their heads, activation,
 epsilon, and in where norms and averages stand: the weights of one give wrong logits in the other
 without any sign of it. Hugging Face and timm keep a ``config.json`` beside their files; this
@@ -11,7 +9,7 @@ project writes the same facts into the header of its own.
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from adder_flax.interop._safetensors import Weights, read_json
@@ -61,16 +59,7 @@ _SETTINGS = {"num_heads": "num_heads", "epsilon": "norm_epsilon", "pooling": "po
 
 
 def network_of(model: VisionTransformer) -> Network:
-    """Returns the facts of a model.
-
-    >>> from flax import nnx
-    >>> network_of(
-    ...     VisionTransformer(
-    ...         image_size=4, patch_size=2, width=8, depth=1, num_heads=2, rngs=nnx.Rngs(0)
-    ...     )
-    ... )
-    Network(num_heads=2, activation='gelu', norms='before', epsilon=1e-06, pooling='cls', grid=(2, 2))
-    """  # noqa: E501 - what is printed is one line
+    """Returns the facts of a model."""
     block = model.blocks[0]
     norms = "before" if block.norm_position == "pre" else "after"
     return Network(
@@ -92,24 +81,16 @@ def as_metadata(model: VisionTransformer, statistics: Statistics | None) -> dict
 
 
 def check_network(model: VisionTransformer, weights: Weights, names: str, patch_size: int) -> Grid:
-    """Checks that weights are of a network like the model.
-
-    Args:
-      model: that they are to be loaded into.
-      weights: open.
-      names: the names that they are in, see `adder_flax.interop.FORMATS`.
-      patch_size: that their arrays show.
-
-    Returns:
-      The grid of patches that their positions are of, which may be another.
+    """Returns the grid of patches that the positions of weights are of, which may be another.
 
     Raises:
-      ValueError: the network is another one, or unknown in some fact.
+      ValueError: their network is not like the model, or unknown in some fact.
     """
     own, (said, by) = network_of(model), _said(weights, names, patch_size)
     for fact, word in _WORDS.items():
         expected, got = getattr(own, fact), getattr(said, fact)
-        if fact != "grid" and got is not None and not _same(expected, got):
+        near = fact == "epsilon" and got is not None and math.isclose(expected, got, rel_tol=1e-6)
+        if fact != "grid" and got is not None and expected != got and not near:
             fix = f"set config.model.{_SETTINGS[fact]}, or " if fact in _SETTINGS else ""
             raise ValueError(
                 f"expected weights of a network whose {word} is {expected}, as the model's, got "
@@ -119,14 +100,7 @@ def check_network(model: VisionTransformer, weights: Weights, names: str, patch_
 
 
 def read_network(weights: Weights, names: str, patch_size: int) -> Network:
-    """Returns all facts of the network of weights.
-
-    Args:
-      weights, names, patch_size: as for `check_network`.
-
-    Raises:
-      ValueError: one of them is not known, or other than in any model of this project.
-    """
+    """Returns all facts of the network of weights; a ValueError where one is not known."""
     return _whole_network(*_said(weights, names, patch_size), weights, like=Network())
 
 
@@ -147,13 +121,10 @@ def _whole_network(said: Network, by: str, weights: Weights, *, like: Network) -
 
 
 def image_statistics(weights: Weights) -> Statistics | None:
-    """Returns mean and deviation by which the images of a network are normalised.
+    """Returns mean and deviation by which the images of a network are normalised, if it is said.
 
-    Of each channel; None where it is not known. This project keeps them in the header, timm in
-    ``config.json``, Hugging Face in ``preprocessor_config.json``, both beside the weights.
-
-    Raises:
-      ValueError: what is there are no numbers.
+    This project keeps them in the header, timm in ``config.json``, Hugging Face in
+    ``preprocessor_config.json``, both beside the weights.
     """
     if _IMAGES in weights.metadata:
         return _pair(_entry(weights.metadata[_IMAGES], _IMAGES), "mean", "std")
@@ -169,7 +140,7 @@ def image_statistics(weights: Weights) -> Statistics | None:
 def _pair(fields: Any, *keys: str) -> Statistics | None:
     if not isinstance(fields, Mapping) or not all(isinstance(fields.get(k), list) for k in keys):
         return None
-    mean, std = (tuple(map(_number, fields[key])) for key in keys)
+    mean, std = (tuple(_as("a number", value) for value in fields[key]) for key in keys)
     if not mean or len(mean) != len(std) or min(std) <= 0:
         raise ValueError(
             f"expected {' and '.join(keys)} of each channel beside the weights, deviations above "
@@ -178,38 +149,26 @@ def _pair(fields: Any, *keys: str) -> Statistics | None:
     return mean, std
 
 
-def _same(expected: Any, got: Any) -> bool:
-    return (
-        math.isclose(expected, got, rel_tol=1e-6)
-        if isinstance(expected, float)
-        else expected == got
-    )
-
-
 def _said(weights: Weights, names: str, patch_size: int) -> tuple[Network, str]:
     """Returns what is known of the network of weights, and in words who says so."""
     if METADATA in weights.metadata:
         return _own(_entry(weights.metadata[METADATA], METADATA)), f"the entry {METADATA}"
-    readers: dict[str, Callable[[Mapping[str, Any], int], Network]] = {
-        "timm": _timm,
-        "hugging_face": _hugging_face,
-        "transformers_5": _hugging_face,
-    }
     beside = weights.folder / _BESIDE
     fields = read_json(beside)
     if fields and METADATA in fields:
         return _own(fields[METADATA]), f"the entry {METADATA} of {printable(beside)}"
-    if names not in readers:
+    if names == "adder_flax":
         return Network(), f"no entry {METADATA} in the file"
     if fields is None:
         return Network(), f"no {_BESIDE} beside them"
-    return readers[names](fields, patch_size), f"what {printable(beside)} says"
+    read = _timm if names == "timm" else _hugging_face
+    return read(fields, patch_size), f"what {printable(beside)} says"
 
 
 def _entry(text: str, name: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(
             f"expected JSON in the entry {name} of the file, got {printable(text, limit=80)}; get "
             "or save the file again"
@@ -218,24 +177,21 @@ def _entry(text: str, name: str) -> Any:
 
 def _own(fields: Any) -> Network:
     """Reads an entry of this project's; what an earlier version did not write is not known."""
-    readers = {
-        "num_heads": _whole,
-        "activation": _word,
-        "norms": _word,
-        "epsilon": _number,
-        "pooling": _word,
-        "grid": _grid,
-    }
+    kinds = {"num_heads": "a whole number", "epsilon": "a number"}
     if not isinstance(fields, Mapping):
         raise ValueError(
-            f"expected {', '.join(readers)} in the entry {METADATA}, got "
+            f"expected {', '.join(_WORDS)} in the entry {METADATA}, got "
             f"{printable(fields, limit=80)}; get or save the file again"
         )
-    return Network(**{fact: of(fields[fact]) for fact, of in readers.items() if fact in fields})
+    read = lambda fact: (
+        _grid(fields[fact]) if fact == "grid" else _as(kinds.get(fact, "a name"), fields[fact])
+    )
+    return Network(**{fact: read(fact) for fact in _WORDS if fact in fields})
 
 
 def _grid(value: Any) -> Grid:
-    sides = tuple(map(_whole, value)) if isinstance(value, Sequence) else ()
+    given = value if isinstance(value, Sequence) else ()
+    sides = [_as("a whole number", side) for side in given]
     if len(sides) != 2 or not all(0 < side <= _MOST_ROWS for side in sides):
         raise ValueError(
             f"expected rows and columns of patches, from 1 to {_MOST_ROWS}, got "
@@ -247,14 +203,11 @@ def _grid(value: Any) -> Grid:
 def _grid_of(image_size: Any, patch_size: int) -> Grid:
     """Returns the grid of images of a size, a number or (height, width), as others write it."""
     sides = image_size if isinstance(image_size, list) else [image_size] * 2
-    return _grid([_whole(side) // patch_size for side in sides])
+    return _grid([_as("a whole number", side) // patch_size for side in sides])
 
 
 def _hugging_face(fields: Mapping[str, Any], patch_size: int) -> Network:
-    """Reads the configuration of a ViT or DeiT.
-
-    What it leaves out has the defaults of ``ViTConfig``.
-    """
+    """Reads the configuration of a ViT or DeiT, with the defaults of ``ViTConfig``."""
     kind = fields.get("model_type")
     if kind is None:
         return Network()
@@ -264,10 +217,10 @@ def _hugging_face(fields: Mapping[str, Any], patch_size: int) -> Network:
             f"of {printable(kind, limit=80)}; choose weights of one of these"
         )
     return Network(
-        num_heads=_whole(fields.get("num_attention_heads", 12)),
-        activation=_word(fields.get("hidden_act", "gelu")),
+        num_heads=_as("a whole number", fields.get("num_attention_heads", 12)),
+        activation=_as("a name", fields.get("hidden_act", "gelu")),
         norms="before",
-        epsilon=_number(fields.get("layer_norm_eps", 1e-12)),
+        epsilon=_as("a number", fields.get("layer_norm_eps", 1e-12)),
         pooling="cls",
         grid=_grid_of(fields.get("image_size", 224), patch_size),
     )
@@ -298,10 +251,7 @@ _PLAIN_ARGUMENTS = {
 
 
 def _timm(fields: Mapping[str, Any], patch_size: int) -> Network:
-    """Reads timm's configuration.
-
-    The name of an architecture, and the arguments that it was changed by.
-    """
+    """Reads the name of an architecture of timm, and the arguments that it was changed by."""
     given = fields.get("model_args") or {}
     if not isinstance(given, Mapping):
         raise ValueError(
@@ -320,14 +270,18 @@ def _timm(fields: Mapping[str, Any], patch_size: int) -> Network:
     size = given.get("img_size", _input_size(fields) or named)
     if pooling is None and plain:
         pooling = "avg" if plain[2] else "token"
+    if norm and norm != "layernorm":
+        raise ValueError(
+            "expected weights of a network with LayerNorm, got "
+            f"norm_layer={printable(norm, limit=80)} by config.json beside them; choose others"
+        )
+    num_heads = given.get("num_heads", plain and _HEADS[plain[1]])
     return Network(
-        num_heads=_whole(given["num_heads"])
-        if "num_heads" in given
-        else plain and _HEADS[plain[1]],
-        activation=_word(activation) if activation else plain and "gelu",
+        num_heads=_as("a whole number", num_heads) if "num_heads" in given else num_heads,
+        activation=_as("a name", activation) if activation else plain and "gelu",
         norms=plain and "before",
-        epsilon=_epsilon_of(norm) if norm else plain and 1e-6,
-        pooling=pooling and {"token": "cls", "avg": "mean"}.get(_word(pooling), pooling),
+        epsilon=1e-6 if norm or plain else None,
+        pooling=pooling and {"token": "cls", "avg": "mean"}.get(_as("a name", pooling), pooling),
         grid=_grid_of(size, patch_size) if size else None,
     )
 
@@ -339,34 +293,13 @@ def _input_size(fields: Mapping[str, Any]) -> Any:
     return size[1:] if isinstance(size, list) and len(size) == 3 else None
 
 
-def _epsilon_of(norm: Any) -> float:
-    if norm != "layernorm":
+def _as(kind: str, value: Any) -> Any:
+    """Returns a value of JSON that is "a number", "a whole number" or "a name"."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    whole = number and float(value).is_integer()
+    fits = {"a number": number, "a whole number": whole, "a name": isinstance(value, str)}
+    if not fits[kind]:
         raise ValueError(
-            "expected weights of a network with LayerNorm, got "
-            f"norm_layer={printable(norm, limit=80)} by config.json beside them; choose others"
+            f"expected {kind} in config.json, got {printable(value, limit=80)}; mend it"
         )
-    return 1e-6
-
-
-def _whole(value: Any) -> int:
-    if not (number := _number(value)).is_integer():
-        raise ValueError(
-            f"expected a whole number in config.json, got {printable(value, limit=80)}; mend it"
-        )
-    return int(number)
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(
-            f"expected a number in config.json, got {printable(value, limit=80)}; mend it"
-        )
-    return float(value)
-
-
-def _word(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(
-            f"expected a name in config.json, got {printable(value, limit=80)}; mend it"
-        )
-    return value
+    return {"a number": float, "a whole number": int, "a name": str}[kind](value)

@@ -34,17 +34,12 @@ def save_onnx(
     ``classes``, a name on each line, and the notes as JSON.
 
     Args:
-      classify: logits or probabilities of uint8 images, normalisation included.
-      path: of the model.
-      image_shape: height, width and channels.
-      label_names: of the classes.
+      classify, path, image_shape, label_names: as of `save_program`.
       notes: further metadata.
 
     Raises:
-      MissingExtraError: ``jax2onnx``, or a library that it needs, is not installed.
       ValueError: jax2onnx cannot write it, as with attention in blocks of keys, or one file cannot
         hold it.
-      OSError: it cannot be written; what was there is still there.
 
     Example:
       >>> means = lambda images: images.astype(jnp.float32).mean((1, 2))
@@ -70,11 +65,9 @@ def save_onnx(
             f"{first_line(error)}; set config.model.key_block=off if there are blocks of keys, or "
             "export a program (--names=stablehlo)"
         ) from error
-    facts = {"classes": "\n".join(label_names)} | {
-        name: json.dumps(note) for name, note in (notes or {}).items()
-    }
-    for name, text in facts.items():
-        model.metadata_props.add(key=name, value=text)
+    model.metadata_props.add(key="classes", value="\n".join(label_names))
+    for name, note in (notes or {}).items():
+        model.metadata_props.add(key=name, value=json.dumps(note))
     if model.ByteSize() > _LARGEST:
         raise ValueError(
             "expected a model of at most 2 GiB, which one ONNX file holds, got "
@@ -84,23 +77,10 @@ def save_onnx(
 
 
 def as_formulas(function: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """Returns a function with the plain formula in the place of every kernel.
+    """Returns a function with the plain formula in the place of every kernel, and no inner ones.
 
-    There are no inner functions in it either.
-
-    For those who read traced programs and know JAX's own operations alone.
-
-    Args:
-      function: of arrays.
-
-    Returns:
-      The function of the same arrays; it returns the leaves of what the other one does.
-
-    Example:
-      >>> scores = as_formulas(ops.l1_scores)
-      >>> text = str(jax.make_jaxpr(scores)(jnp.ones((2, 3)), jnp.ones((4, 3))))
-      >>> "adder_flax_pairs" in text, "abs" in text
-      (False, True)
+    It returns the leaves of what the other one does. It is for those who read traced programs and
+    know JAX's own operations alone.
     """
 
     def plain(*arrays: Any) -> list[Any]:
@@ -124,17 +104,12 @@ def _with_formulas(equation: core.JaxprEqn) -> core.JaxprEqn:
     """Returns an equation with formulas in the programs that it holds."""
 
     def replaced(value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return (
-                type(value)(map(replaced, value))
-                if any(isinstance(v, core.ClosedJaxpr) for v in value)
-                else value
-            )
+        if isinstance(value, (tuple, list)) and any(isinstance(v, core.ClosedJaxpr) for v in value):
+            return type(value)(map(replaced, value))
         if not isinstance(value, core.ClosedJaxpr):
             return value
         shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in value.in_avals]
         return jax.make_jaxpr(lambda *arrays: _evaluate(value, arrays))(*shapes)
 
-    return equation.replace(
-        params={name: replaced(value) for name, value in equation.params.items()}
-    )
+    params = {name: replaced(value) for name, value in equation.params.items()}
+    return equation.replace(params=params)

@@ -38,8 +38,7 @@ def save_program(
 
     The program holds its parameters, takes any number of images, and runs on CPUs, GPUs and TPUs.
     It is made of what JAX promises to run for at least half a year, of no kernel of this library:
-    whoever runs it needs ``jax`` and ``flatbuffers``, which serialisation is made with, and nothing
-    else.
+    whoever runs it needs ``jax`` and ``flatbuffers`` alone.
 
     Args:
       classify: logits or probabilities of uint8 images, normalisation included.
@@ -47,10 +46,6 @@ def save_program(
       image_shape: height, width and channels.
       label_names: of the classes.
       notes: further entries of the JSON file.
-
-    Raises:
-      MissingExtraError: ``flatbuffers`` is not installed.
-      OSError: it cannot be written; what was there is still there.
 
     Example:
       >>> import tempfile, numpy as np
@@ -71,10 +66,9 @@ def save_program(
         import flatbuffers  # noqa: F401 - jax.export writes with it
     content = exported.serialize()
     height, width, channels = image_shape
+    sizes = dict(height=height, width=width, channels=channels)
     about = {
-        "load": LOADER.format(
-            name=printable(path.name), height=height, width=width, channels=channels
-        ).splitlines(),
+        "load": LOADER.format(name=printable(path.name), **sizes).splitlines(),
         "input": {"dtype": "uint8", "shape": ["batch", *image_shape]},
         "classes": list(label_names),
         "platforms": list(PLATFORMS),
@@ -82,7 +76,5 @@ def save_program(
         **(notes or {}),
     }
     write_whole(path, content)
-    write_whole(
-        path.with_name(path.name + ".json"),
-        json.dumps(about, indent=1, ensure_ascii=False).encode(),
-    )
+    text = json.dumps(about, indent=1, ensure_ascii=False)
+    write_whole(path.with_name(path.name + ".json"), text.encode())

@@ -59,8 +59,6 @@ class Autoencoder(nnx.Module):
       linear: kind of all layers but the last, "dense" or "adder".
       adder_options: of adder layers, see `adder_flax.layers.AdderLinear`.
       dtype: dtype of the computation; logits are float32 or wider.
-      param_dtype: dtype of the parameters.
-      rngs: initialisation keys.
 
     >>> model = Autoencoder((48, 24, 8), image_shape=(8, 8, 1), rngs=nnx.Rngs(0))
     >>> model.encode(jnp.ones((2, 8, 8, 1))).shape, model(jnp.ones((2, 8, 8, 1))).shape
@@ -97,12 +95,7 @@ class Autoencoder(nnx.Module):
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch height width channels"]:
-        """Encodes and decodes; there is no dropout, so `deterministic` and `rngs` change nothing.
-
-        Args:
-          images: values in [0, 1].
-          deterministic, rngs: as every model has them.
-        """
+        """Encodes and decodes images in [0, 1]; there is no dropout to be told of."""
         return self.decode(self.encode(images))
 
     def encode(
@@ -135,22 +128,13 @@ def _in_turn(
 def build_autoencoder(
     settings: AutoencoderSettings, example: Example, *, rngs: nnx.Rngs
 ) -> Autoencoder:
-    """Builds an autoencoder for images and ``logits``, one for each of an image's values.
-
-    Raises:
-      ValueError: the examples are no images, or something else is asked of them.
-    """
+    """Builds an autoencoder for images and ``logits``, one for each of an image's values."""
     shape = example.inputs[0].shape[1:]
     if len(example.inputs) != 1 or len(shape) != 3 or "logits" not in example.sizes:
         raise ValueError(
             "expected images whose values are to be told for config.model.name=autoencoder, got "
             f"{example}; set --config.model.name or --config.task.name"
         )
-    return Autoencoder(
-        settings.widths,
-        image_shape=shape,
-        linear=settings.linear,
-        adder_options=settings.adder_options,
-        dtype=jnp.dtype(settings.dtype),
-        rngs=rngs,
-    )
+    kinds: dict[str, Any] = dict(linear=settings.linear, adder_options=settings.adder_options)
+    dtype = jnp.dtype(settings.dtype)
+    return Autoencoder(settings.widths, image_shape=shape, dtype=dtype, rngs=rngs, **kinds)

@@ -45,11 +45,7 @@ class ConvNet(nnx.Module):
     Args:
       channels: of each stage; every stage but the first halves the image.
       blocks: residual blocks of each stage.
-      in_channels: of the images.
-      num_classes: number of logits.
       dtype: dtype of the computation; logits are float32 or wider.
-      param_dtype: dtype of the parameters.
-      rngs: initialisation keys.
 
     >>> net = ConvNet((8, 16), in_channels=1, num_classes=10, rngs=nnx.Rngs(0))
     >>> net(jnp.ones((2, 8, 8, 1))).shape
@@ -69,21 +65,12 @@ class ConvNet(nnx.Module):
     ):
         shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.stem = nnx.Conv(in_channels, channels[0], (3, 3), **shared)
-        widths = [(channels[max(stage - 1, 0)], width) for stage, width in enumerate(channels)]
-        pairs = [
-            (before if block == 0 else width, width)
-            for before, width in widths
-            for block in range(blocks)
-        ]
-        strides = [
-            2 if stage and block == 0 else 1
-            for stage in range(len(channels))
-            for block in range(blocks)
-        ]
-        self.blocks = nnx.List(
-            _Residual(before, width, stride, **shared)
-            for (before, width), stride in zip(pairs, strides, strict=True)
-        )
+        self.blocks, before = nnx.List(), channels[0]
+        for stage, width in enumerate(channels):
+            for block in range(blocks):
+                stride = 2 if stage and block == 0 else 1
+                self.blocks.append(_Residual(before, width, stride, **shared))
+                before = width
         self.norm = _norm(channels[-1], **shared)
         self.head = nnx.Linear(channels[-1], num_classes, **shared)
 
@@ -112,38 +99,24 @@ class _Residual(nnx.Module):
         self.conv2 = nnx.Conv(width, width, (3, 3), use_bias=False, **shared)
         self.shortcut = nnx.data(None)
         if stride > 1 or before != width:
-            self.shortcut = nnx.Conv(
-                before, width, (1, 1), strides=stride, use_bias=False, **shared
-            )
+            options: dict[str, Any] = dict(strides=stride, use_bias=False, **shared)
+            self.shortcut = nnx.Conv(before, width, (1, 1), **options)
 
-    def __call__(
-        self, features: Float[Array, "batch height width channels"]
-    ) -> Float[Array, "batch new_height new_width new_channels"]:
+    def __call__(self, features: Float[Array, "batch height width channels"]) -> Array:
         active = jax.nn.relu(self.norm1(features))
         skipped = features if self.shortcut is None else self.shortcut(active)
         return skipped + self.conv2(jax.nn.relu(self.norm2(self.conv1(active))))
 
 
 def _norm(channels: int, **shared) -> nnx.GroupNorm:
-    """GroupNorm with up to 8 groups."""
-    return nnx.GroupNorm(
-        channels, num_groups=max(n for n in range(1, 9) if channels % n == 0), **shared
-    )
+    most = max(n for n in range(1, 9) if channels % n == 0)
+    return nnx.GroupNorm(channels, num_groups=most, **shared)
 
 
 @register_model("conv_net", ConvNetSettings)
 def build_conv_net(settings: ConvNetSettings, example: Example, *, rngs: nnx.Rngs) -> ConvNet:
-    """Builds a convolutional network for images and ``classes``.
-
-    Raises:
-      ValueError: the examples are no images with classes.
-    """
+    """Builds a convolutional network for images and ``classes``."""
     *_, channels = image_shape(example, "conv_net")
-    return ConvNet(
-        settings.channels or (32,),
-        settings.blocks,
-        in_channels=channels,
-        num_classes=example.sizes["classes"],
-        dtype=jnp.dtype(settings.dtype),
-        rngs=rngs,
-    )
+    sizes: dict[str, Any] = dict(in_channels=channels, num_classes=example.sizes["classes"])
+    sizes["dtype"] = jnp.dtype(settings.dtype)
+    return ConvNet(settings.channels or (32,), settings.blocks, **sizes, rngs=rngs)

@@ -26,9 +26,7 @@ def greedy_decode(
       end_symbol: ends a sequence, and stands before its first symbol.
       max_length: where a sequence that does not end is cut.
 
-    >>> next_of = jnp.array([[0.0, 0.0, 9.0], [0.0, 9.0, 0.0], [0.0, 9.0, 0.0]])[
-    ...     jnp.array([1, 2, 0])
-    ... ]
+    >>> next_of = jnp.array([[0.0, 9.0, 0.0], [0.0, 9.0, 0.0], [0.0, 0.0, 9.0]])
     >>> greedy_decode(lambda s, y: (s, next_of[y]), None, 1, end_symbol=1, max_length=3).tolist()
     [[1, 1, 1]]
     """
@@ -54,8 +52,7 @@ class _Beams(NamedTuple):
 def beam_search(
     step: Step, state: Any, batch_size: int, *, end_symbol: int, max_length: int, num_beams: int
 ) -> tuple[Int[Array, "batch num_beams {max_length}"], Float[Array, "batch num_beams"]]:
-    """Keeps the `num_beams` likeliest beginnings at every step; a finished one keeps its
-    probability.
+    """Keeps the `num_beams` likeliest beginnings at every step, finished ones with their chances.
 
     Args:
       step, state, batch_size, end_symbol, max_length: as in `greedy_decode`.

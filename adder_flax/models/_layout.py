@@ -7,19 +7,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from adder_flax.models._positions import Grid
 from adder_flax.settings import BlockSettings, VitSettings
 
-_LINEARS = ("qkv_linear", "proj_linear", "mlp_linear")
+_BY_BLOCK = ("score", "score_options", "qkv_linear", "proj_linear", "mlp_linear")
 
 
-def per_block(value: Any, depth: int, name: str) -> list[Any]:
-    """`value` for each of `depth` blocks: one setting repeated, a list of `depth` as it is.
-
-    >>> per_block("adder", 2, "score")
-    ['adder', 'adder']
-    """
+def block_settings(settings: VitSettings) -> list[BlockSettings]:
+    """Settings of each block: its own score with its options, its own rate of stochastic depth."""
+    depth = settings.depth
     if depth < 1:
         raise ValueError(f"expected a depth of at least 1, got {depth}; give the number of blocks.")
+    names = [field.name for field in dataclasses.fields(BlockSettings)]
+    shared = {name: getattr(settings, name) for name in names}
+    own = {name: _per_block(shared[name], depth, name) for name in _BY_BLOCK}
+    own["drop_path_rate"] = drop_path_rates(settings.drop_path_rate, depth)
+    rows = ({name: values[block] for name, values in own.items()} for block in range(depth))
+    return [BlockSettings(**shared | row) for row in rows]
+
+
+def _per_block(value: Any, depth: int, name: str) -> list[Any]:
     if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
         return [value] * depth
     if len(value) != depth:
@@ -30,41 +37,8 @@ def per_block(value: Any, depth: int, name: str) -> list[Any]:
     return list(value)
 
 
-def block_settings(settings: VitSettings) -> list[BlockSettings]:
-    """Settings of each block: its own score with its options, its own rate of stochastic depth.
-
-    >>> [block.score for block in block_settings(VitSettings(depth=2, score="adder"))]
-    ['adder', 'adder']
-    """
-    depth = settings.depth
-    kinds = {name: per_block(getattr(settings, name), depth, name) for name in _LINEARS}
-    scores = per_block(settings.score, depth, "score")
-    options = per_block(settings.score_options, depth, "score_options")
-    shared = {
-        field.name: getattr(settings, field.name) for field in dataclasses.fields(BlockSettings)
-    }
-    return [
-        BlockSettings(
-            **shared
-            | {
-                "score": score,
-                "score_options": option,
-                "drop_path_rate": rate,
-                **{name: kinds[name][index] for name in _LINEARS},
-            }
-        )
-        for index, (score, option, rate) in enumerate(
-            zip(scores, options, drop_path_rates(settings.drop_path_rate, depth), strict=True)
-        )
-    ]
-
-
 def are_alike(blocks: Sequence[BlockSettings]) -> bool:
-    """Whether blocks differ in nothing but their rates of stochastic depth.
-
-    >>> are_alike(block_settings(VitSettings(depth=2, mlp_linear=("dense", "adder"))))
-    False
-    """
+    """Whether blocks differ in nothing but their rates of stochastic depth."""
     first, *rest = (dataclasses.replace(block, drop_path_rate=0.0) for block in blocks)
     return all(block == first for block in rest)
 
@@ -85,8 +59,7 @@ class Annealing(NamedTuple):
     blocks: str
 
     def squared_shares(self, progress: Any) -> list[Any]:
-        """Share of the squared distance in each block once so much, which may be traced, of the
-        training is done.
+        """Share of the squared distance in each block at this progress, which may be traced.
 
         >>> annealing = Annealing(depth=2, start=0.5, end=1.0, blocks="in_turn")
         >>> [
@@ -119,33 +92,19 @@ class Annealing(NamedTuple):
 
 
 def drop_path_rates(last: float, depth: int) -> list[float]:
-    """Stochastic depth of each block, rising linearly from 0 in the first to `last`.
-
-    >>> drop_path_rates(0.1, 3)
-    [0.0, 0.05, 0.1]
-    """
+    """Stochastic depth of each block, rising linearly from 0 in the first to `last`."""
     return [last * i / max(depth - 1, 1) for i in range(depth)]
 
 
-def image_sides(image_size: int | tuple[int, int]) -> tuple[int, int]:
-    """(height, width) in pixels of an image size."""
-    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
-    return height, width
-
-
-def count_patches(image_shape: tuple[int, int, int], patch_size: int) -> int:
-    """Number of patches of an image (height, width, channels).
-
-    >>> count_patches((224, 224, 3), 16)
-    196
-    """
+def grid_of(image_shape: tuple[int, int, int], patch_size: int) -> Grid:
+    """Rows and columns of patches of an image."""
     height, width, _ = image_shape
     if patch_size < 1 or height % patch_size or width % patch_size:
         raise ValueError(
             f"expected image sides divisible by patch_size, got {height} x {width} pixels and "
             f"patches of {patch_size}; change image_size or patch_size."
         )
-    return (height // patch_size) * (width // patch_size)
+    return height // patch_size, width // patch_size
 
 
 def check_pooling(settings: VitSettings) -> None:
@@ -166,11 +125,7 @@ def check_pooling(settings: VitSettings) -> None:
 
 
 def prefix_tokens(settings: VitSettings) -> int:
-    """Number of tokens in front of the patches: class token, distillation token, registers.
-
-    >>> prefix_tokens(VitSettings(pooling="mean")), prefix_tokens(VitSettings(registers=4))
-    (0, 5)
-    """
+    """Number of tokens in front of the patches: class token, distillation token, registers."""
     return (settings.pooling == "cls") + settings.distilled + settings.registers
 
 

@@ -33,9 +33,6 @@ def resize_grid(
       old, new: rows and columns of patches, of the embedding and of the result.
       like: one of `RESIZED_LIKE`.
 
-    Raises:
-      ValueError: another name.
-
     >>> resize_grid(np.ones((1, 16, 2)), (2, 8), (4, 1))[0, :, 0].round(6).tolist()
     [1.0, 1.0, 1.0, 1.0]
     """
@@ -68,14 +65,11 @@ def _antialiased(old: int, new: int) -> Float[np.ndarray, "new old"]:
 
 def _four_neighbours(old: int, new: int) -> Float[np.ndarray, "new old"]:
     centres = (np.arange(new) + 0.5) * old / new - 0.5
-    matrix = np.zeros((new, old))
+    matrix, rows = np.zeros((new, old)), np.arange(new)
     for offset in (-1, 0, 1, 2):
         neighbours = np.floor(centres).astype(int) + offset
-        np.add.at(
-            matrix,
-            (np.arange(new), neighbours.clip(0, old - 1)),
-            _cubic(neighbours - centres, -0.75),
-        )
+        weights = _cubic(neighbours - centres, -0.75)
+        np.add.at(matrix, (rows, neighbours.clip(0, old - 1)), weights)
     return matrix
 
 

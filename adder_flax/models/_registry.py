@@ -68,12 +68,9 @@ def register_model(name: str, settings: type) -> Callable[[Builder], Builder]:
       >>> with MODELS.temporary(), MODEL_SETTINGS.temporary():
       ...
       ...     @register_model("linear", LinearSettings)
-      ...     def build(
-      ...         settings: LinearSettings, example: Example, *, rngs: nnx.Rngs
-      ...     ) -> nnx.Module:
-      ...         return nnx.Linear(
-      ...             example.inputs[0].shape[-1], example.sizes["classes"], rngs=rngs
-      ...         )
+      ...     def build(settings, example, *, rngs):
+      ...         width = example.inputs[0].shape[-1]
+      ...         return nnx.Linear(width, example.sizes["classes"], rngs=rngs)
     """
 
     def register(build: Builder) -> Builder:
@@ -84,11 +81,7 @@ def register_model(name: str, settings: type) -> Callable[[Builder], Builder]:
 
 
 def image_shape(example: Example, name: str) -> tuple[int, int, int]:
-    """Height, width and channels of the images that a model of this name is to classify.
-
-    Raises:
-      ValueError: the examples are no images with classes.
-    """
+    """Height, width and channels of the images that a model of this name is to classify."""
     shapes = [batch.shape for batch in example.inputs]
     if [len(shape) for shape in shapes] != [4] or "classes" not in example.sizes:
         raise ValueError(
@@ -103,9 +96,8 @@ def check_score_options(settings: AttentionSettings) -> None:
     """Raises ValueError for an option that is set and that none of the scores has."""
     names = (settings.score,) if isinstance(settings.score, str) else settings.score
     given, defaults = vars(settings.score_options), type(settings.score_options)()
-    taken = {
-        name for score in names for name in get_score(score).own_options(settings.score_options)
-    }
+    own = [get_score(score).own_options(settings.score_options) for score in names]
+    taken = {name for options in own for name in options}
     unused = {name for name in given if given[name] != getattr(defaults, name)} - taken
     if unused:
         raise ValueError(

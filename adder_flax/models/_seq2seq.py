@@ -60,19 +60,12 @@ class Seq2Seq(nnx.Module):
 
     Args:
       source_symbols, target_symbols: how many there are, filling and end included.
-      settings: of the model; each of its fields can be given as a keyword instead: width: of the
-        states; the encoder's halves have half of it each. embedding_features: of the symbols.
-        score, score_options, scale, temperature, key_block: see
-        `adder_flax.attention.SequenceAttention`. dropout_rate: of embeddings and of what gives the
-        logits.
+      settings: of the model; each of its fields can be given as a keyword instead.
       end_symbol: number of the end.
       dtype: dtype of the computation; None for that of the parameters.
-      param_dtype: dtype of the parameters.
-      rngs: initialisation keys.
 
-    >>> model = Seq2Seq(
-    ...     source_symbols=5, target_symbols=7, width=8, embedding_features=4, rngs=nnx.Rngs(0)
-    ... )
+    >>> sizes = dict(source_symbols=5, target_symbols=7, width=8, embedding_features=4)
+    >>> model = Seq2Seq(**sizes, rngs=nnx.Rngs(0))
     >>> source, target = jnp.array([[1, 2, 3, 0]]), jnp.array([[4, 5, 1]])
     >>> model(source, target).shape
     (1, 3, 7)
@@ -119,9 +112,7 @@ class Seq2Seq(nnx.Module):
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch target symbols"]:
-        """Logits of every target symbol, given the source and the target symbols before it (teacher
-        forcing).
-        """
+        """Logits of every target symbol, given the source and the targets before it."""
         random: dict[str, Any] = dict(deterministic=deterministic, rngs=rngs)
         memory = self.encode(source, **random)
         before = jnp.pad(target[:, :-1], ((0, 0), (1, 0)), constant_values=self.end_symbol)
@@ -193,12 +184,7 @@ def _run(
 
 @register_model("seq2seq", Seq2SeqSettings)
 def build_seq2seq(settings: Seq2SeqSettings, example: Example, *, rngs: nnx.Rngs) -> Seq2Seq:
-    """Builds a sequence model for ``source_symbols`` and ``target_symbols``.
-
-    Raises:
-      ValueError: data that are no pairs of sequences, or settings that attention from one to the
-        other has no use for.
-    """
+    """Builds a sequence model for ``source_symbols`` and ``target_symbols``."""
     if "target_symbols" not in example.sizes:
         raise ValueError(
             f"expected pairs of sequences for config.model.name=seq2seq, got {example}; set "
@@ -212,10 +198,6 @@ def build_seq2seq(settings: Seq2SeqSettings, example: Example, *, rngs: nnx.Rngs
             f"{attention.identity}; set --config.model.*"
         )
     check_score_options(attention)
-    return Seq2Seq(
-        source_symbols=example.sizes["source_symbols"],
-        target_symbols=example.sizes["target_symbols"],
-        settings=settings,
-        dtype=jnp.dtype(settings.dtype),
-        rngs=rngs,
-    )
+    given: dict[str, Any] = dict(settings=settings, dtype=jnp.dtype(settings.dtype), rngs=rngs)
+    symbols = {name: example.sizes[name] for name in ("source_symbols", "target_symbols")}
+    return Seq2Seq(**given | symbols)

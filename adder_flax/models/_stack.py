@@ -23,8 +23,7 @@ def apply_blocks(
     remat: bool,
     scan: bool,
 ) -> Float[Array, "batch length width"]:
-    """Applies the blocks in turn; the result, dropout included, depends neither on `remat` nor on
-    `scan`.
+    """Applies the blocks in turn; neither `remat` nor `scan` change the result, dropout included.
 
     Args:
       blocks: the blocks; with `scan` they differ in parameters and drop path rate alone.
@@ -65,17 +64,14 @@ def apply_blocks(
 
 
 def _draw(blocks: Sequence[Block], batch: Any, rngs: nnx.Rngs | None) -> tuple[list, list]:
-    """A dropout key and the stochastic depth factors (2, batch) of each block, or None where not
-    needed.
-    """
+    """A dropout key and the stochastic depth factors (2, batch) of each block, or None for each."""
     keys = factors = [None] * len(blocks)
-    if rngs is not None and any(is_on(block.drop_path.rate) for block in blocks):
+    if rngs is None:
+        return keys, factors
+    if any(is_on(block.drop_path.rate) for block in blocks):
         rates = jnp.stack([jnp.asarray(block.drop_path.rate, jnp.float32) for block in blocks])
-        factors = list(
-            drop_path_factors(rngs.dropout(), rates[:, None, None], (len(blocks), 2, batch))
-        )
-    if rngs is not None and any(
-        is_on(block.dropout.rate) or is_on(block.attention.dropout_rate) for block in blocks
-    ):
+        shape = (len(blocks), 2, batch)
+        factors = list(drop_path_factors(rngs.dropout(), rates[:, None, None], shape))
+    if any(is_on(block.dropout.rate) or is_on(block.attention.dropout_rate) for block in blocks):
         keys = list(jax.random.split(rngs.dropout(), len(blocks)))
     return keys, factors

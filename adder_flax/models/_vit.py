@@ -1,5 +1,6 @@
 """The vision transformer, with any attention mechanism and either kind of linear layer."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -25,9 +26,8 @@ from adder_flax.models._layout import (
     block_settings,
     check_alike,
     check_pooling,
-    count_patches,
     drop_path_rates,
-    image_sides,
+    grid_of,
     prefix_tokens,
 )
 from adder_flax.models._positions import Grid, resize_grid
@@ -49,49 +49,21 @@ class VisionTransformer(nnx.Module):
         for; images of another size may be given, see `features`.
       channels: channels of the images.
       num_classes: number of logits.
-      settings: of the transformer; each of its fields can be given as a keyword instead: width:
-        width of the tokens. depth: number of blocks. num_heads: attention heads per block; divides
-        `width`. patch_size: side of a patch in pixels; divides the image's sides. stem_channels,
-        stem_strides, stem_linear: convolutions in front of the patches, see
-        `adder_flax.layers.PatchEmbed`.
-        score: attention score by name, one for all blocks or a sequence with one per block.
-        score_options: options of the score, one mapping for all blocks or a sequence with one per
-        block. qkv_linear, proj_linear, mlp_linear: "dense" or "adder", for all blocks or a sequence
-        with one per block, see `adder_flax.layers.Block`. anneal_start, anneal_end, anneal_blocks:
-        see `anneal`. scale, temperature, identity, key_block: see
-        `adder_flax.attention.MultiHeadAttention`. mlp_ratio, adder_options, norm_epsilon,
-        attention_dropout_rate: see `adder_flax.layers.Block`. pooling: "cls" reads the class token;
-        "mean" has none and averages the patches. fc_norm: the last norm stands behind that.
-        registers: number of further tokens in front of the patches, which no head reads (Darcet et
-        al., 2024, https://arxiv.org/abs/2309.16588). distilled: put a distillation token behind
-        the class token, with a head of its own (Touvron et al., 2021, section 3); what the model
-        says is the mean of both heads. dropout_rate: dropout of the embeddings, after the
-        attention and in the MLPs. drop_path_rate: stochastic depth of the last block; it rises
-        linearly from 0 in the first. remat: recompute each block in the backward pass instead of
-        storing its inner activations.
+      settings: of the transformer, see `VitSettings`; each of its fields can be given as a keyword
+        instead. Score, score_options, qkv_linear, proj_linear and mlp_linear are one for all blocks
+        or a sequence with one per block. Registers are tokens that no head reads (Darcet et al.,
+        2024, https://arxiv.org/abs/2309.16588). A distillation token has a head of its own; what
+        the model says is the mean of both (Touvron et al., 2021, section 3).
       dtype: dtype of the computation, for example `jnp.bfloat16`; parameters and logits stay
         `param_dtype`.
-      param_dtype: dtype of the parameters.
       scan_blocks: compile one block and loop over the stacked parameters of all, which have to be
         alike. The results are the same. On a CPU a training step runs 10 to 20 % slower in the
         loop; compiling takes half the time where adder layers run on plain XLA, and is no shorter
         elsewhere.
       rngs: initialisation keys.
 
-    Raises:
-      ValueError: sizes that do not divide, an unknown name, or a list whose length is not `depth`.
-
-    >>> model = VisionTransformer(
-    ...     image_size=8,
-    ...     patch_size=2,
-    ...     channels=1,
-    ...     num_classes=10,
-    ...     width=16,
-    ...     depth=2,
-    ...     num_heads=2,
-    ...     score="adder",
-    ...     rngs=nnx.Rngs(0),
-    ... )
+    >>> sizes = dict(image_size=8, patch_size=2, channels=1, width=16, depth=2, num_heads=2)
+    >>> model = VisionTransformer(**sizes, num_classes=10, score="adder", rngs=nnx.Rngs(0))
     >>> model(jnp.ones((3, 8, 8, 1))).shape
     (3, 10)
     """
@@ -131,12 +103,11 @@ class VisionTransformer(nnx.Module):
         rngs: nnx.Rngs,
     ):
         width = settings.width
-        self.image_shape = (*image_sides(image_size), channels)
+        sides = (image_size, image_size) if isinstance(image_size, int) else image_size
+        self.image_shape = (*sides, channels)
         check_pooling(settings)
         self.prefix_tokens = prefix_tokens(settings)
-        num_tokens = count_patches(self.image_shape, settings.patch_size) + self.prefix_tokens
-        height, breadth, _ = self.image_shape
-        self.grid = height // settings.patch_size, breadth // settings.patch_size
+        self.grid = grid_of(self.image_shape, settings.patch_size)
         blocks = block_settings(settings)
         if scan_blocks:
             check_alike(blocks)
@@ -149,34 +120,27 @@ class VisionTransformer(nnx.Module):
         self.scan_blocks = scan_blocks
         shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
-        stem: dict[str, Any] = dict(
-            stem_channels=settings.stem_channels,
-            stem_strides=settings.stem_strides,
-            stem_linear=linear_class(settings.stem_linear, settings.adder_options),
-        )
-        self.patch_embed = PatchEmbed(settings.patch_size, channels, width, **stem, **shared)
-        embedding = nnx.initializers.normal(0.02)
-        tokens = lambda count: (
-            nnx.Param(embedding(rngs.params(), (1, count, width), param_dtype))
-            if count
-            else nnx.data(None)
-        )
+        stem = shared | dict(stem_channels=settings.stem_channels)
+        stem["stem_linear"] = linear_class(settings.stem_linear, settings.adder_options)
+        stem["stem_strides"] = settings.stem_strides
+        self.patch_embed = PatchEmbed(settings.patch_size, channels, width, **stem)
+        normal, none = nnx.initializers.normal(0.02), nnx.data(None)
+        made = lambda count: nnx.Param(normal(rngs.params(), (1, count, width), param_dtype))
+        tokens = lambda count: made(count) if count else none
         self.cls_token = tokens(int(settings.pooling == "cls"))
         self.dist_token = tokens(int(settings.distilled))
         self.reg_token = tokens(settings.registers)
-        self.pos_embed = tokens(num_tokens)
+        self.pos_embed = tokens(math.prod(self.grid) + self.prefix_tokens)
         self.dropout = Dropout(settings.dropout_rate)
         self.blocks = nnx.List(
             Block(width, settings.num_heads, settings=block, **shared) for block in blocks
         )
         norm = LayerNorm(width, epsilon=settings.norm_epsilon, **shared)
         # One of both is there, the other None.
-        self.norm: LayerNorm | Any = nnx.data(None) if settings.fc_norm else norm
-        self.fc_norm: LayerNorm | Any = norm if settings.fc_norm else nnx.data(None)
+        self.norm: LayerNorm | Any = none if settings.fc_norm else norm
+        self.fc_norm: LayerNorm | Any = norm if settings.fc_norm else none
         self.head = Linear(width, num_classes, **shared)
-        self.head_dist = (
-            Linear(width, num_classes, **shared) if settings.distilled else nnx.data(None)
-        )
+        self.head_dist = Linear(width, num_classes, **shared) if settings.distilled else none
 
     def __call__(
         self,
@@ -185,16 +149,12 @@ class VisionTransformer(nnx.Module):
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch classes"]:
-        """Classifies images.
+        """Returns the logits of images in float32 or wider.
 
         Args:
           images: float NHWC, normalised as in training; of any size, see `features`.
           deterministic: no dropout, no stochastic depth.
           rngs: with a stream `dropout`, where there is any of them: `nnx.Rngs(dropout=key)`.
-
-        Returns:
-          Logits (batch, num_classes) in float32 or wider; with a distillation token the mean of
-          both heads.
         """
         logits = self.heads(images, deterministic=deterministic, rngs=rngs)
         return logits[:, 0] if self.head_dist is None else logits.mean(axis=1)
@@ -206,11 +166,7 @@ class VisionTransformer(nnx.Module):
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch heads classes"]:
-        """Logits of each head: of the class token (or the mean), and of the distillation token.
-
-        Args:
-          images, deterministic, rngs: as of a call.
-        """
+        """Logits of each head: of the class token (or the mean), and of the distillation token."""
         last = len(self.blocks) - 1
         (tokens,) = self._after(images, [last], deterministic=deterministic, rngs=rngs)
         tokens = tokens if self.norm is None else self.norm(tokens)
@@ -241,18 +197,8 @@ class VisionTransformer(nnx.Module):
             the first ``model.prefix_tokens`` are no patches.
           deterministic, rngs: as of a call.
 
-        Raises:
-          ValueError: no such block, or no such norm.
-
-        >>> model = VisionTransformer(
-        ...     image_size=8,
-        ...     patch_size=2,
-        ...     width=16,
-        ...     depth=4,
-        ...     num_heads=2,
-        ...     registers=2,
-        ...     rngs=nnx.Rngs(0),
-        ... )
+        >>> sizes = dict(image_size=8, patch_size=2, width=16, depth=4, num_heads=2)
+        >>> model = VisionTransformer(**sizes, registers=2, rngs=nnx.Rngs(0))
         >>> [x.shape for x in model.features(jnp.ones((3, 8, 8, 3)), blocks=(1, 3))]
         [(3, 19, 16), (3, 19, 16)]
         >>> model.features(jnp.ones((3, 12, 8, 3)), as_grid=True, normalised=True)[0].shape
@@ -269,12 +215,8 @@ class VisionTransformer(nnx.Module):
                 "expected a norm of tokens to normalise them by, got fc_norm, which is one of "
                 "their mean; pass normalised=False."
             )
-        found = self._after(
-            images,
-            [range(depth)[block] for block in blocks],
-            deterministic=deterministic,
-            rngs=rngs,
-        )
+        wanted = [range(depth)[block] for block in blocks]
+        found = self._after(images, wanted, deterministic=deterministic, rngs=rngs)
         found = [self.norm(tokens) for tokens in found] if normalised else found
         if as_grid:
             batch, rows, columns = len(images), *self._grid_of(images)
@@ -325,29 +267,20 @@ class VisionTransformer(nnx.Module):
         return tokens[:, self.prefix_tokens :] if self.prefix_tokens else tokens
 
     def set_data(self, settings: Any) -> None:
-        """Takes the rates of dropout and of stochastic depth anew, where they are on.
-
-        Args:
-          settings: with `dropout_rate`, `attention_dropout_rate` and `drop_path_rate`, which may be
-            traced.
-        """
-        for block in self.blocks:
+        """Takes the rates of dropout and of stochastic depth, perhaps traced, where they are on."""
+        self.dropout.set_rate(settings.dropout_rate)
+        rates = drop_path_rates(settings.drop_path_rate, len(self.blocks))
+        for block, rate in zip(self.blocks, rates, strict=True):
             block.attention.set_dropout_rate(settings.attention_dropout_rate)
-        for module in (self, *self.blocks, *(block.mlp for block in self.blocks)):
-            module.dropout.set_rate(settings.dropout_rate)
-        for block, rate in zip(
-            self.blocks, drop_path_rates(settings.drop_path_rate, len(self.blocks)), strict=True
-        ):
+            block.dropout.set_rate(settings.dropout_rate)
+            block.mlp.dropout.set_rate(settings.dropout_rate)
             block.drop_path.set_rate(rate)
 
     def anneal(self, progress: float | Array) -> None:
         """Gives adder layers the share of the squared distance due at this point of the training.
 
         Where `anneal_end` is 0 they have L1 distances all along. Without a call they have, so
-        evaluation always does.
-
-        Args:
-          progress: share of the steps that are done, which may be traced.
+        evaluation always does. The progress, a share of the steps, may be traced.
         """
         if not self.annealing.end:
             return
@@ -363,9 +296,7 @@ class VisionTransformer(nnx.Module):
         return self.annealing.stages()
 
     def loop_over_blocks(self) -> None:
-        """Turns `scan_blocks` on where the blocks are alike: quicker to compile in second
-        derivatives.
-        """
+        """Turns `scan_blocks` on where it can: quicker to compile in second derivatives."""
         self.scan_blocks = self.alike
 
     def embed_positions(
@@ -373,11 +304,8 @@ class VisionTransformer(nnx.Module):
     ) -> Float[Array, "batch tokens width"]:
         """`embed_positions` with the model's own parameters."""
         parameters = {name: getattr(self, name) for name in (*_IN_FRONT, "pos_embed")}
-        return embed_positions(
-            {name: p[...] for name, p in parameters.items() if p is not None},
-            patches,
-            grid=self.grid,
-        )
+        given = {name: p[...] for name, p in parameters.items() if p is not None}
+        return embed_positions(given, patches, grid=self.grid)
 
 
 _IN_FRONT = ("cls_token", "dist_token", "reg_token")
@@ -389,8 +317,7 @@ def embed_positions(
     *,
     grid: Grid | None = None,
 ) -> Float[Array, "batch tokens width"]:
-    """The patches behind the other tokens, if there are any, plus the positions, in the patches'
-    dtype.
+    """The patches behind the other tokens, if there are any, plus positions, in the patches' dtype.
 
     Args:
       params: `pos_embed` (1, tokens, width), and `cls_token`, `dist_token` (1, 1, width) and
@@ -407,12 +334,10 @@ def embed_positions(
     positions = params["pos_embed"]
     if grid is not None and patches.ndim == 4:
         first = sum(token.shape[1] for token in front)
-        resized = resize_grid(
-            jnp.asarray(positions[:, first:]), grid, (patches.shape[1], patches.shape[2])
-        )
+        resized = resize_grid(jnp.asarray(positions[:, first:]), grid, patches.shape[1:3])
         positions = jnp.concatenate([positions[:, :first], resized], axis=1)
         patches = patches.reshape(len(patches), -1, patches.shape[-1])
-    front = [jnp.broadcast_to(token, (len(patches), *token.shape[1:])) for token in front]
+    front = [jnp.broadcast_to(token, (patches.shape[0], *token.shape[1:])) for token in front]
     tokens = jnp.concatenate([*front, patches], axis=1) if front else patches
     return jnp.add(tokens, positions.astype(tokens.dtype))
 
@@ -426,13 +351,9 @@ kfac.register_layer(
 
 
 def deit_tiny(*, rngs: nnx.Rngs, **overrides: Any) -> VisionTransformer:
-    """DeiT-Tiny: width 192, 12 blocks, 3 heads.
+    """DeiT-Tiny: width 192, 12 blocks, 3 heads; overrides are arguments of `VisionTransformer`.
 
     Source: Touvron et al., 2021, https://arxiv.org/abs/2012.12877.
-
-    Args:
-      rngs: initialisation keys.
-      **overrides: any argument of `VisionTransformer`.
     """
     return _deit("tiny", overrides, rngs)
 
@@ -449,18 +370,13 @@ def deit_base(*, rngs: nnx.Rngs, **overrides: Any) -> VisionTransformer:
 
 def _deit(size: str, overrides: Mapping[str, Any], rngs: nnx.Rngs) -> VisionTransformer:
     width, num_heads = DEIT_SIZES[size]
-    return VisionTransformer(
-        **{"width": width, "depth": 12, "num_heads": num_heads, **overrides}, rngs=rngs
-    )
+    sizes = {"width": width, "depth": 12, "num_heads": num_heads}
+    return VisionTransformer(**{**sizes, **overrides}, rngs=rngs)
 
 
 @register_model("vit", VitSettings)
 def build_vit(settings: VitSettings, example: Example, *, rngs: nnx.Rngs) -> VisionTransformer:
-    """Builds a vision transformer for images and ``classes``.
-
-    Raises:
-      ValueError: no images or classes, sizes that do not fit together, or an unknown name.
-    """
+    """Builds a vision transformer for images and ``classes``."""
     height, width, channels = image_shape(example, "vit")
     check_score_options(settings.attention)
     return VisionTransformer(

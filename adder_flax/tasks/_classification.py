@@ -21,7 +21,7 @@ _ANY_LABEL = "any_label_accuracy"
 
 
 class ImageFacts(NamedTuple):
-    """What classification must know of a source; see ``adder_flax.data.Source`` for the fields."""
+    """What classification must know of a source; see ``adder_flax.data.ImageSource``."""
 
     image_shape: tuple[int, int, int]
     num_classes: int
@@ -74,9 +74,8 @@ class Classification(Task[ImageFacts]):
     def examples(self, key: Array, batch: Batch) -> tuple[Array, Array]:
         """Returns float images and class probabilities."""
         facts = self.data_facts
-        images, labels = batch["image"], batch["label"]
         of_set: dict[str, Any] = dict(num_classes=facts.num_classes, mean=facts.mean, std=facts.std)
-        return data.augment(key, images, labels, self.augmentation, **of_set)
+        return data.augment(key, batch["image"], batch["label"], self.augmentation, **of_set)
 
     def arguments(self, examples: tuple[AnyArray, AnyArray]) -> tuple[AnyArray]:
         return examples[:1]
@@ -144,12 +143,6 @@ def is_any_label(
 
     The hits of ImageNet ReaL (Beyer et al., 2020, https://arxiv.org/abs/2006.07159, section 4). An
     image without a right class has none; ties with a wrong class and NaN count against the model.
-
-    Example:
-      >>> logits = jnp.array([[0.0, 2.0, 1.0], [0.0, 2.0, 1.0], [0.0, 2.0, 1.0]])
-      >>> right = jnp.array([[1, 1, 0], [1, 0, 1], [0, 0, 0]], bool)
-      >>> is_any_label(logits, right).tolist()
-      [True, False, False]
     """
     likeliest = lambda among: jnp.where(among, logits, -jnp.inf).max(-1)
     return likeliest(labels) > likeliest(~labels)

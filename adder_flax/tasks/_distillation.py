@@ -130,11 +130,6 @@ def distance_to_teacher(
     ``"hard"`` is the cross-entropy to the teacher's likeliest class, ``"soft"`` the
     Kullback-Leibler divergence of the student's probabilities from the teacher's, logits of both
     divided by the temperature, times its square.
-
-    Example:
-      >>> far = distance_to_teacher(jnp.zeros((1, 2)), jnp.array([[50.0, 0.0]]), "soft", 1.0)
-      >>> round(float(far), 4)  # ln 2
-      0.6931
     """
     if kind == "hard":
         return optax.softmax_cross_entropy_with_integer_labels(logits, taught.argmax(-1)).mean()
@@ -157,11 +152,7 @@ class HealingSettings(DistillationSettings):
         "teacher", "from the teacher with its parts swapped, or at random, as a control"
     )
     map_weight: float = setting(
-        1.0,
-        "of the divergence of each block's maps from the teacher's",
-        data=True,
-        ge=0,
-        le=1e6,
+        1.0, "of the divergence of each block's maps from the teacher's", data=True, ge=0, le=1e6
     )
     output_weight: float = setting(
         1.0,

@@ -93,9 +93,7 @@ class Reconstruction(Task[ImageShape]):
         }
 
 
-def _rows(
-    images: Shaped[AnyArray, "batch height width channels"],
-) -> Float[Array, "batch values"]:
+def _rows(images: Shaped[AnyArray, "batch ..."]) -> Float[Array, "batch values"]:
     return jnp.asarray(images, jnp.float32).reshape(len(images), -1)
 
 

@@ -58,9 +58,7 @@ def swap(
       ValueError: they do not fit each other, see the message.
 
     Example:
-      >>> sizes = dict(
-      ...     image_size=4, patch_size=2, channels=1, num_classes=3, width=8, depth=1, num_heads=2
-      ... )
+      >>> sizes = dict(image_size=4, patch_size=2, channels=1, width=8, depth=1, num_heads=2)
       >>> teacher = VisionTransformer(**sizes, rngs=nnx.Rngs(0))
       >>> images = jax.random.normal(jax.random.key(0), (2, 4, 4, 1))
       >>> same = swap(teacher, VisionTransformer(**sizes, rngs=nnx.Rngs(1)), images)
@@ -77,9 +75,8 @@ def swap(
     adder = {path for path, layer in nnx.iter_modules(student) if isinstance(layer, AdderLinear)}
     new = {path: known[path][...] for path in params if path in known and path[:-1] not in adder}
     outputs: dict[tuple, Callable[[Array], Array]] = {}
-    for index, (old, young) in enumerate(
-        zip(teacher.patch_embed.stem, student.patch_embed.stem, strict=True)
-    ):
+    stems = zip(teacher.patch_embed.stem, student.patch_embed.stem, strict=True)
+    for index, (old, young) in enumerate(stems):
         if old.norm is not None and young.norm is None:
             outputs["patch_embed", "stem", index, "linear"] = old.norm
     for index, block in enumerate(student.blocks):
@@ -146,10 +143,9 @@ def _watch(
     """Returns rows in and out of each dense layer by path, and what each block's attention does."""
     wanted = {"linear": ["rows", "outputs"], "attention": ["query", "key", "weights"]}
     _, records = recorder.record(wanted, model, images)
-    linear = {
-        r.path: (r.arrays["rows"], r.arrays["outputs"]) for r in records if r.kind == "linear"
-    }
-    return linear, [r.arrays for r in records if r.kind == "attention"]
+    of_kind = lambda kind: [(r.path, r.arrays) for r in records if r.kind == kind]
+    linear = {path: (arrays["rows"], arrays["outputs"]) for path, arrays in of_kind("linear")}
+    return linear, [arrays for _, arrays in of_kind("attention")]
 
 
 class _Affine(NamedTuple):
@@ -168,16 +164,14 @@ def _fit_heads(
     """Returns what becomes of a block's queries and keys, by the paths of the layers of both."""
     tokens = seen["key"].shape[-2]
     most = max(1, _MOST_PAIRS // tokens**2)
-    query, key, weights = (
-        seen[name][:most].astype(jnp.float32) for name in ("query", "key", "weights")
-    )
+    names = ("query", "key", "weights")
+    query, key, weights = (seen[name][:most].astype(jnp.float32) for name in names)
     mean = seen["key"].mean((0, 2))  # (heads, head_dim)
     scale = resolve_scale(get_score("adder"), attention.settings.scale, query.shape[-1])
     temperature = attention.settings.temperature
     scale = scale if isinstance(temperature, str) else scale / temperature  # learned: from 1 on
-    divergences = jnp.stack(
-        [_divergences(query, ratio * (key - mean[:, None]), weights, scale) for ratio in _RATIOS]
-    )
+    centred = key - mean[:, None]
+    divergences = jnp.stack([_divergences(query, r * centred, weights, scale) for r in _RATIOS])
     best = divergences.reshape(-1, query.shape[1]).argmin(0)
     ratio, factor = (jnp.array(values) for values in (_RATIOS, _FACTORS))
     ratio, factor = ratio[best // len(_FACTORS)], factor[best % len(_FACTORS)]
@@ -195,20 +189,14 @@ def _divergences(
 ) -> Float[Array, "factors heads"]:
     """Returns KL(weights ‖ softmax(−c ‖q − k‖₁ · scale)), means by factor c and head."""
     distances = -jnp.abs(query[..., :, None, :] - key[..., None, :, :]).sum(-1) * scale
-    return jnp.stack(
-        [divergence(weights, jax.nn.log_softmax(c * distances)).mean((0, 2)) for c in _FACTORS]
-    )
+    of_factor = lambda c: divergence(weights, jax.nn.log_softmax(c * distances)).mean((0, 2))
+    return jnp.stack([of_factor(c) for c in _FACTORS])
 
 
 def divergence(
     weights: Float[Array, "*batch query key"], log_weights: Float[Array, "*batch query key"]
 ) -> Float[Array, "*batch query"]:
-    """Returns KL(A ‖ B) of the rows of two maps, A and the logarithm of B, in nats.
-
-    >>> [found] = divergence(jnp.array([[1.0, 0.0]]), jnp.log(jnp.array([[0.5, 0.5]])))
-    >>> round(float(found), 4)  # ln 2
-    0.6931
-    """
+    """Returns KL(A ‖ B) of the rows of two maps, A and the logarithm of B, in nats."""
     logs = jnp.log(jnp.where(weights > 0, weights, 1.0))
     return (weights * (logs - log_weights)).sum(-1)
 
@@ -222,11 +210,8 @@ def _fit_distances(
 ) -> dict[str, Array]:
     """Returns the parameters of an adder layer by name whose outputs are close to what is wanted.
 
-    Args:
-      rows, wanted: inputs, and outputs for them.
-      kernel: of the dense layer that gave them, or others from which these differ by a factor and
-        an offset each.
-      squared: whether the layer begins with the squared distance, which these are fitted for then.
+    The kernel is of the dense layer that gave these, or others from which they differ by a factor
+    and an offset each; ``squared`` says whether the layer begins with the squared distance.
     """
     step = max(1, len(rows) // _MOST_ROWS)
     rows, wanted = rows[::step].astype(jnp.float32), wanted[::step].astype(jnp.float32)
@@ -234,13 +219,9 @@ def _fit_distances(
     directions = deviation * kernel
     directions = directions * deviation.mean() / jnp.maximum(directions.std(), 1e-12)
     tried = [mean + spread * directions for spread in _SPREADS]
-    errors = [
-        float(_explained(ops.adder_matmul(rows, prototypes), wanted)[2]) for prototypes in tried
-    ]
+    errors = [float(_explained(ops.adder_matmul(rows, p), wanted)[2]) for p in tried]
     prototypes = tried[int(np.argmin(errors))]
-    sums = (
-        half_squared_distances(rows, prototypes) if squared else ops.adder_matmul(rows, prototypes)
-    )
+    sums = (half_squared_distances if squared else ops.adder_matmul)(rows, prototypes)
     scale, bias, _ = _explained(sums, wanted)
     return {"kernel": prototypes, "norm.scale": scale, "norm.bias": bias}
 

@@ -44,12 +44,6 @@ def call_to_train(call: Callable[..., Any], *inputs: Any, rngs: nnx.Rngs) -> Any
     """Calls a model, or its method, with ``deterministic=False`` and ``rngs``, if it takes them.
 
     Layers of Flax that a model does not tell, as ``nnx.BatchNorm``, are in training mode already.
-
-    Example:
-      >>> import numpy as np
-      >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-      >>> call_to_train(model, np.ones((1, 2)), rngs=nnx.Rngs(dropout=0)).shape
-      (1, 3)
     """
     known = inspect.signature(call).parameters
     told = {"deterministic": False, "rngs": rngs}

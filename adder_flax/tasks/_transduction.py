@@ -101,9 +101,8 @@ class Transduction(Task[SequenceFacts]):
         # Constant where nothing is to be said: such places have neither gradient nor curvature.
         logits = jnp.where(real[..., None], logits, 0.0)
         classes = jax.nn.one_hot(target, logits.shape[-1])
-        losses = optax.softmax_cross_entropy(
-            logits, optax.smooth_labels(classes, self.settings.label_smoothing)
-        )
+        smoothed = optax.smooth_labels(classes, self.settings.label_smoothing)
+        losses = optax.softmax_cross_entropy(logits, smoothed)
         hits = logits.argmax(-1) == target
         mean = lambda values: (values * real).sum() / jnp.maximum(real.sum(), 1)
         return Outcome(mean(losses), logits, {"symbol_accuracy": mean(hits)}, weights=real)
@@ -122,11 +121,9 @@ class Transduction(Task[SequenceFacts]):
             state, logits = model.step(memory, state, symbol)
             return (memory, state), logits
 
-        options = dict(
-            end_symbol=END, max_length=self.data_facts.longest, num_beams=self.settings.num_beams
-        )
-        written, _ = beam_search(step, (memory, memory.start), len(source), **options)
-        return written[:, 0]
+        lengths = dict(max_length=self.data_facts.longest, num_beams=self.settings.num_beams)
+        start = (memory, memory.start)
+        return beam_search(step, start, len(source), end_symbol=END, **lengths)[0][:, 0]
 
     def sums(self, model: nnx.Module, batch: Batch) -> dict[str, Float[Array, ""]]:
         references, mask = batch["references"], batch["mask"]
@@ -134,14 +131,15 @@ class Transduction(Task[SequenceFacts]):
         losses = optax.softmax_cross_entropy_with_integer_labels(model(source, first), first)
         real = (first != PAD) & mask[:, None]
         edits, lengths = closest(self.write(model, source), references)
-        return {
-            "symbol_loss": (losses * real).sum(),
-            "symbols": real.sum().astype(jnp.float32),
-            "edits": (edits * mask).sum().astype(jnp.float32),
-            "phonemes": (lengths * mask).sum().astype(jnp.float32),
-            "wrong": ((edits > 0) & mask).sum().astype(jnp.float32),
-            "count": mask.sum().astype(jnp.float32),
+        counted = {
+            "symbols": real,
+            "edits": edits * mask,
+            "phonemes": lengths * mask,
+            "wrong": (edits > 0) & mask,
+            "count": mask,
         }
+        sums = {name: values.sum().astype(jnp.float32) for name, values in counted.items()}
+        return {"symbol_loss": (losses * real).sum(), **sums}
 
     def scores(self, sums: dict[str, float]) -> dict[str, float]:
         return {
@@ -178,12 +176,9 @@ def closest(
 ) -> tuple[Int[Array, " batch"], Int[Array, " batch"]]:
     """Returns the least number of edits to a reference, and the length of that reference.
 
-    >>> written = jnp.array([[5, 6, END, END]])
-    >>> edits, lengths = closest(
-    ...     written, jnp.array([[[5, 7, 6, END], [5, END, PAD, PAD], [PAD, PAD, PAD, PAD]]])
-    ... )
-    >>> edits.tolist(), lengths.tolist()
-    ([1], [3])
+    >>> references = jnp.array([[[5, 7, 6, END], [5, END, PAD, PAD], [PAD, PAD, PAD, PAD]]])
+    >>> closest(jnp.array([[5, 6, END, END]]), references)
+    (Array([1], dtype=int32), Array([3], dtype=int32))
     """
     lengths = length_to(references, END)
     guess = jnp.broadcast_to(written[:, None], (*references.shape[:2], written.shape[-1]))
@@ -221,9 +216,8 @@ def edit_distance(
         symbol, index = now
         substituted = above[..., :-1] + (symbol[..., None] != truth)
         other = jnp.minimum(above[..., 1:] + 1, substituted)
-        candidates = jnp.concatenate(
-            [jnp.broadcast_to(index + 1, (*above.shape[:-1], 1)), other], axis=-1
-        )
+        inserted = jnp.broadcast_to(index + 1, (*above.shape[:-1], 1))
+        candidates = jnp.concatenate([inserted, other], axis=-1)
         below = jax.lax.cummin(candidates - places, axis=candidates.ndim - 1) + places
         below = jnp.where(index < guess_length[..., None], below, above)
         return below, None
@@ -234,9 +228,5 @@ def edit_distance(
 
 
 def length_to(symbols: Int[AnyArray, "*batch time"], end: int) -> Int[Array, "*batch"]:
-    """How many symbols stand before the first `end`, or all of them.
-
-    >>> length_to(jnp.array([[5, 6, 1, 7], [5, 5, 5, 5]]), end=1).tolist()
-    [2, 4]
-    """
+    """How many symbols stand before the first `end`, or all of them."""
     return jnp.cumprod(symbols != end, axis=-1).sum(-1)

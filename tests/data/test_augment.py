@@ -54,15 +54,9 @@ def noise(batch, height, width, channels, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (batch, height, width, channels), np.uint8)
 
 
-OFF = dict(
-    resized_crop_scale=None,
-    flip_probability=0.0,
-    color_jitter=0.0,
-    mixup_alpha=0.0,
-    cutmix_alpha=0.0,
-    erase_probability=0.0,
-    label_smoothing=0.0,
-)
+NUMBERS = "flip_probability color_jitter mixup_alpha cutmix_alpha"
+NUMBERS += " erase_probability label_smoothing"
+OFF = dict.fromkeys(NUMBERS.split(), 0.0) | dict(resized_crop_scale=None)
 GRAY = dict(num_classes=4, mean=(0.0,), std=(1.0,))
 
 
@@ -73,9 +67,8 @@ def plain(**settings):
 @pytest.mark.parametrize("shape", [(6, 5, 3), (1, 1, 1), (8, 8, 1)])
 def test_nothing_switched_on_changes_nothing(shape):
     images, labels = noise(4, *shape), np.arange(4)
-    got, targets = augment(
-        KEY, images, labels, plain(), num_classes=4, mean=(0.0,) * shape[-1], std=(1.0,) * shape[-1]
-    )
+    of_set = dict(num_classes=4, mean=(0.0,) * shape[-1], std=(1.0,) * shape[-1])
+    got, targets = augment(KEY, images, labels, plain(), **of_set)
     # Up to the last bit: XLA multiplies by 1/255.
     np.testing.assert_allclose(got, images.astype(np.float32) / 255, rtol=1.2e-7, atol=0)
     assert (np.asarray(targets) == np.eye(4)).all()
@@ -125,10 +118,8 @@ def bilinear_reference(image, top, left, height, width):
     def weights(start, length, size, o):
         scale = length / size
         center = start + (o + 0.5) * scale
-        w = {
-            i: max(0.0, 1 - abs(i + 0.5 - center) / max(scale, 1.0))
-            for i in range(start, start + length)
-        }
+        triangle = lambda i: max(0.0, 1 - abs(i + 0.5 - center) / max(scale, 1.0))
+        w = {i: triangle(i) for i in range(start, start + length)}
         total = sum(w.values())
         return {i: value / total for i, value in w.items() if value}
 
@@ -154,9 +145,8 @@ def test_resized_boxes_match_a_loop_over_pixels():
 
 def test_whole_image_box_is_the_identity():
     images = np.random.default_rng(0).random((1, 8, 8, 1), np.float32)
-    np.testing.assert_allclose(
-        random_resized_crop(KEY, images, (1.0, 1.0), (1.0, 1.0)), images, atol=1e-6
-    )
+    got = random_resized_crop(KEY, images, (1.0, 1.0), (1.0, 1.0))
+    np.testing.assert_allclose(got, images, atol=1e-6)
 
 
 @pytest.mark.parametrize(("shape", "box"), [((8, 8), (0, 2, 8, 4)), ((12, 4), (2, 0, 8, 4))])
@@ -174,16 +164,14 @@ def test_a_box_that_never_fits_becomes_central(shape, box):
 def test_a_central_box_is_at_least_a_pixel_wide_and_high(ratio):
     """8 pixels over a ratio of 50 are less than half a pixel."""
     images = np.full((2, 8, 8, 1), 0.25, np.float32)
-    np.testing.assert_allclose(
-        random_resized_crop(KEY, images, (1.0, 1.0), ratio), images, atol=1e-6
-    )
+    got = random_resized_crop(KEY, images, (1.0, 1.0), ratio)
+    np.testing.assert_allclose(got, images, atol=1e-6)
 
 
 def test_random_boxes_have_the_right_distribution():
     uniform = jax.random.uniform(KEY, (22, 4000))
-    top, left, height, width, found = map(
-        np.asarray, random_boxes(uniform, 300, 400, (0.2, 0.5), (3 / 4, 4 / 3))
-    )
+    boxes = random_boxes(uniform, 300, 400, (0.2, 0.5), (3 / 4, 4 / 3))
+    top, left, height, width, found = map(np.asarray, boxes)
     assert found.all()
     assert (top >= 0).all()
     assert (left >= 0).all()
@@ -213,9 +201,8 @@ def test_color_jitter_equals_its_formula(kind, channels):
     included."""
     images = np.random.default_rng(0).random((500, 5, 4, channels)).astype(np.float32)
     got = np.asarray(color_jitter(KEY, images, **{kind: 0.6}))
-    gray = (
-        images @ np.array([0.299, 0.587, 0.114], np.float32)[:, None] if channels == 3 else images
-    )
+    weights = np.array([0.299, 0.587, 0.114], np.float32)[:, None]
+    gray = images @ weights if channels == 3 else images
     base = {
         "brightness": np.zeros_like(images),
         "contrast": np.broadcast_to(gray.mean((1, 2), keepdims=True), images.shape),
@@ -317,12 +304,8 @@ def test_mixup_mixes_with_the_reversed_batch():
 
 def test_mixup_or_cutmix_with_the_given_probabilities():
     images, targets = two_images(1000, 4, 4)
-    settings = plain(
-        mixup_alpha=1.0,
-        cutmix_alpha=1.0,
-        mix_probability=0.8,
-        mix_per="element",
-    )
+    alphas = dict(mixup_alpha=1.0, cutmix_alpha=1.0)
+    settings = plain(**alphas, mix_probability=0.8, mix_per="element")
     got = np.asarray(mix(KEY, images, targets, settings)[0])[:1000, ..., 0].reshape(1000, -1)
     flat = got.std(1) < 1e-6
     mixup = flat & (got[:, 0] > 0) & (got[:, 0] < 1)
@@ -335,11 +318,8 @@ def test_mixup_or_cutmix_with_the_given_probabilities():
 @pytest.mark.parametrize("value", ["noise", "zero"])
 def test_random_erase_fills_one_rectangle(value):
     images = np.full((800, 20, 30, 2), 0.5, np.float32)
-    scale, ratio = (0.1, 0.3), (0.5, 2.0)
-    erase = jax.jit(
-        functools.partial(random_erase, probability=0.25, scale=scale, ratio=ratio, value=value)
-    )
-    got = np.asarray(erase(KEY, images))
+    options = dict(probability=0.25, scale=(0.1, 0.3), ratio=(0.5, 2.0), value=value)
+    got = np.asarray(jax.jit(functools.partial(random_erase, **options))(KEY, images))
     changed = (got != 0.5).all(-1)
     assert (changed == (got != 0.5).any(-1)).all()
     erased = changed.any((1, 2))
@@ -361,24 +341,13 @@ def test_random_erase_fills_one_rectangle(value):
 
 
 def test_label_smoothing():
-    _, targets = augment(
-        KEY, noise(2, 2, 2, 1), np.array([2, 0]), plain(label_smoothing=0.1), **GRAY
-    )
+    settings = plain(label_smoothing=0.1)
+    _, targets = augment(KEY, noise(2, 2, 2, 1), np.array([2, 0]), settings, **GRAY)
     expected = [[0.025, 0.025, 0.925, 0.025], [0.925, 0.025, 0.025, 0.025]]
     np.testing.assert_allclose(targets, expected, atol=1e-7)
 
 
-FULL = dict(
-    crop_padding=2,
-    resized_crop_scale=(0.3, 1.0),
-    flip_probability=0.5,
-    color_jitter=0.3,
-    mixup_alpha=0.8,
-    cutmix_alpha=1.0,
-    mix_per="element",
-    erase_probability=0.5,
-    label_smoothing=0.1,
-)
+FULL = dict(crop_padding=2, resized_crop_scale=(0.3, 1.0), mix_per="element", erase_probability=0.5)
 
 
 def test_everything_at_once():
@@ -390,9 +359,8 @@ def test_everything_at_once():
     assert (got.shape, got.dtype, targets.shape) == ((65, 8, 8, 1), jnp.float32, (65, 10))
     assert bool(jnp.isfinite(got).all())
     np.testing.assert_allclose(targets.sum(1), 1, atol=1e-6)
-    again, other = (
-        augment(jax.random.key(seed), images, labels, settings, **facts) for seed in (0, 1)
-    )
+    with_seed = lambda seed: augment(jax.random.key(seed), images, labels, settings, **facts)
+    again, other = with_seed(0), with_seed(1)
     assert (again[0] == got).all()
     assert (other[0] != got).any()
     # The same settings made again are the same static argument.
@@ -405,12 +373,10 @@ def test_switching_one_off_leaves_the_other_draws_alone():
     are mirrored."""
     images = np.random.default_rng(0).integers(0, 100, (64, 6, 6, 1), np.uint8)
     images[:, 2, 0] = 150
-    columns = [
-        np.argmax(
-            np.asarray(augment(KEY, images, np.zeros(64, int), settings, **GRAY)[0])[:, 2, :, 0], 1
-        )
-        for settings in (plain(flip_probability=0.5), plain(flip_probability=0.5, color_jitter=0.5))
-    ]
+    columns = []
+    for settings in (plain(flip_probability=0.5), plain(flip_probability=0.5, color_jitter=0.5)):
+        got, _ = augment(KEY, images, np.zeros(64, int), settings, **GRAY)
+        columns.append(np.argmax(np.asarray(got)[:, 2, :, 0], 1))
     assert set(columns[0]) == {0, 5}
     assert (columns[0] == columns[1]).all()
 
@@ -486,10 +452,8 @@ def test_statistics_of_cifar10(cifar10_dir):
 
 
 def test_statistics_of_fake_images():
-    images = (
-        load_source("fake", "train", image_size=64).read(np.arange(8))[0]["image"].reshape(-1, 3)
-        / 255
-    )
+    images = load_source("fake", "train", image_size=64).read(np.arange(8))[0]["image"]
+    images = images.reshape(-1, 3) / 255
     mean, std = channel_statistics(load_source("fake", "train"))
     np.testing.assert_allclose(images.mean(0), mean, atol=0.005)
     np.testing.assert_allclose(images.std(0), std, atol=0.005)
@@ -497,24 +461,20 @@ def test_statistics_of_fake_images():
 
 def test_statistics_of_a_set_without_any_are_those_of_its_images():
     images = noise(700, 5, 4, 3) // np.array([1, 2, 3], np.uint8)
-    source = ArraySource("own", "train", ["train"], images, np.zeros(700, int), ["one", "two"])
-    got = channel_statistics(source)
+    rest = (np.zeros(700, int), ["one", "two"])
+    got = channel_statistics(ArraySource("own", "train", ["train"], images, *rest))
     pixels = images.reshape(-1, 3) / 255
     np.testing.assert_allclose(got, [pixels.mean(0), pixels.std(0)], atol=5e-5)
-    constant = ArraySource(
-        "own", "train", ["train"], 0 * images, np.zeros(700, int), ["one", "two"]
-    )
+    constant = ArraySource("own", "train", ["train"], 0 * images, *rest)
     assert channel_statistics(constant) == ((0.0,) * 3, (1.0,) * 3)
 
 
 def test_a_source_that_crops_itself_is_not_cropped_again(image_folder):
     source = load_source("folder", "train", data_dir=str(image_folder), image_size=16)
     settings = dataclasses.replace(ClassificationSettings(), crop_padding=4)
-    kept = Classification(settings, Classification.facts(source)).augmentation
+    done_to = lambda source: Classification(settings, Classification.facts(source)).augmentation
+    kept, digits = done_to(source), done_to(load_source("digits", "train"))
     assert (kept.crop_padding, kept.resized_crop_scale, kept.flip_probability) == (0, None, 0.5)
-    digits = Classification(
-        settings, Classification.facts(load_source("digits", "train"))
-    ).augmentation
     assert (digits.crop_padding, digits.resized_crop_scale) == (4, (0.08, 1.0))
 
 

@@ -66,10 +66,8 @@ def test_each_image_gets_the_labels_of_its_name(load, labels_file):
     assert readable.all()
     assert sorted(names) == sorted(OF_NAME)
     assert numbers(arrays["labels"]) == [OF_NAME[name] for name in names]
-    classes = list(CLASSES)
-    assert all(
-        name in CLASSES[classes[label]] for name, label in zip(names, arrays["label"], strict=True)
-    )
+    for name, label in zip(names, arrays["label"], strict=True):
+        assert name in list(CLASSES.values())[label]
 
 
 def test_a_part_is_told_by_its_own_images(load, tmp_path):

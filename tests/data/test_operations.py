@@ -11,12 +11,7 @@ from PIL import Image, ImageFilter
 
 from adder_flax.data import augment
 from adder_flax.data.augmentation import turn_hue
-from adder_flax.data.operations import (
-    OPERATIONS,
-    choose_operation,
-    gaussian_blur,
-    grayscale,
-)
+from adder_flax.data.operations import OPERATIONS, choose_operation, gaussian_blur, grayscale
 from adder_flax.data.policies import draw_layer, operation_arguments, three_augment
 from adder_flax.settings import AugmentSettings
 from tests.data import pillow
@@ -36,16 +31,13 @@ ARGUMENTS = {
     "posterize": [0, 1, 2, 3, 4, 5, 7, 8],
     "solarize": [0, 26, 64, 128, 150, 200, 230, 256],
     "solarize_add": [0, 10, 30, 60, 90, 99, 100, 110],
-    **dict.fromkeys(
-        ["color", "contrast", "brightness", "sharpness"],
-        [0.1, 0.19, 0.55, 0.9, 1.0, 1.3, 1.81, 1.9],
-    ),
     "rotate": [-30, -27, -13.3, 0, 1.7, 8, 27, 30],
-    **dict.fromkeys(["shear_x", "shear_y"], [-0.3, -0.27, -0.1, 0, 0.05, 0.2, 0.27, 0.3]),
-    **dict.fromkeys(
-        ["translate_x", "translate_y"], [-0.45, -0.405, -0.1, 0, 0.05, 0.2, 0.41, 0.45]
-    ),
 }
+FACTORS = [0.1, 0.19, 0.55, 0.9, 1.0, 1.3, 1.81, 1.9]
+ARGUMENTS |= dict.fromkeys(["color", "contrast", "brightness", "sharpness"], FACTORS)
+ARGUMENTS |= dict.fromkeys(["shear_x", "shear_y"], [-0.3, -0.27, -0.1, 0, 0.05, 0.2, 0.27, 0.3])
+PLACES = [-0.45, -0.405, -0.1, 0, 0.05, 0.2, 0.41, 0.45]
+ARGUMENTS |= dict.fromkeys(["translate_x", "translate_y"], PLACES)
 # Where a product in float64 and one in float32 may fall on two sides of a whole number.
 MAY_DIFFER_BY_ONE = {"auto_contrast", "rotate", "shear_x", "shear_y", "translate_x", "translate_y"}
 
@@ -56,9 +48,8 @@ def test_an_operation_is_pillows(photographs, name):
     arguments, images = ARGUMENTS.get(name, [0] * 8), np.concatenate([photographs, photographs])
     operation, bicubic = np.full(16, OPERATIONS.index(name)), np.repeat([True, False], 8)
     values = np.array(arguments * 2, np.float32)
-    got = np.asarray(
-        choose_operation(operation, images, values, fill=FILL, bicubic=bicubic)
-    ).astype(int)
+    got = choose_operation(operation, images, values, fill=FILL, bicubic=bicubic)
+    got = np.asarray(got).astype(int)
     for image, argument, cubic, result in zip(images, arguments * 2, bicubic, got, strict=True):
         way = Image.BICUBIC if cubic else Image.BILINEAR
         off = np.abs(result - np.asarray(PILLOW[name](Image.fromarray(image), argument, way)))
@@ -69,9 +60,8 @@ def test_an_operation_is_pillows(photographs, name):
 
 def test_no_operation_changes_nothing(photographs):
     images = np.concatenate([photographs, photographs])
-    got = choose_operation(
-        np.full(16, -1), images, np.full(16, 0.3, np.float32), fill=FILL, bicubic=np.full(16, True)
-    )
+    options = dict(fill=FILL, bicubic=np.full(16, True))
+    got = choose_operation(np.full(16, -1), images, np.full(16, 0.3, np.float32), **options)
     assert (got == images).all()
 
 
@@ -120,9 +110,8 @@ def test_magnitudes_mean_what_they_mean_in_timm():
         },
     }
     for (increasing, sign), expected in tables.items():
-        got = operation_arguments(
-            jnp.array([0.0, 5, 9, 10]), jnp.full(4, float(sign)), increasing=increasing
-        )
+        magnitudes, signs = jnp.array([0.0, 5, 9, 10]), jnp.full(4, float(sign))
+        got = operation_arguments(magnitudes, signs, increasing=increasing)
         for name, values in expected.items():
             np.testing.assert_allclose(got[OPERATIONS.index(name)], values, atol=1e-6, err_msg=name)
 
@@ -130,24 +119,21 @@ def test_magnitudes_mean_what_they_mean_in_timm():
 def test_what_is_drawn_has_timms_distribution():
     """Fifteen operations alike, half of them done, magnitudes N(9, 1/2) cut at 10, either sign
     alike."""
-    settings = AugmentSettings(
-        rand_augment_magnitude=9.0, rand_augment_std=0.5, rand_augment_interpolation="random"
-    )
+    numbers = dict(rand_augment_magnitude=9.0, rand_augment_std=0.5)
+    settings = AugmentSettings(**numbers, rand_augment_interpolation="random")
     count = 60_000
     operation, argument, bicubic = map(np.asarray, draw_layer(jax.random.key(0), count, settings))
     frequency = np.bincount(operation + 1, minlength=16) / count
     expected = np.array([0.5, *[0.5 / 15] * 15])
-    assert (
-        np.abs(frequency - expected) < FIVE_SIGMA * np.sqrt(expected * (1 - expected) / count)
-    ).all()
+    sigma = np.sqrt(expected * (1 - expected) / count)
+    assert (np.abs(frequency - expected) < FIVE_SIGMA * sigma).all()
     assert abs(bicubic.mean() - 0.5) < FIVE_SIGMA * 0.5 / np.sqrt(count)
     magnitude = argument[operation == OPERATIONS.index("rotate")] / 3
     assert abs((magnitude > 0).mean() - 0.5) < FIVE_SIGMA * 0.5 / np.sqrt(magnitude.size)
     drawn = np.minimum(np.random.default_rng(0).normal(9, 0.5, 10**6), 10)
     quantiles = np.linspace(0.05, 0.95, 7)
-    np.testing.assert_allclose(
-        np.quantile(np.abs(magnitude), quantiles), np.quantile(drawn, quantiles), atol=0.08
-    )
+    got, expected = (np.quantile(values, quantiles) for values in (np.abs(magnitude), drawn))
+    np.testing.assert_allclose(got, expected, atol=0.08)
     assert np.abs(magnitude).max() == pytest.approx(10, abs=1e-5)
 
 

@@ -46,7 +46,7 @@ def test_percents_that_are_none_are_refused(split):
 
 def test_what_is_no_part_is_left_to_the_set():
     assert read_part("train[10:20]") == ("train[10:20]", None)
-    with pytest.raises(DataError, match="'train' or 'test'"):
+    with pytest.raises(DataError, match=r"out of \('train', 'test'\)"):
         load_source("digits", "train[10:20]")
 
 

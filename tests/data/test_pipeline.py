@@ -24,14 +24,9 @@ from tests.data.files import encode, smooth_image
 
 def numbered_source(count):
     """A source whose record i is an image of the two bytes of i, with label i."""
-    images = (
-        np.stack([np.arange(count) // 256, np.arange(count) % 256], -1)
-        .astype(np.uint8)
-        .reshape(count, 1, 1, 2)
-    )
-    return ArraySource(
-        "numbered", "train", ["train"], images, np.arange(count), [str(i) for i in range(count)]
-    )
+    numbers, names = np.arange(count), list(map(str, range(count)))
+    images = np.stack([numbers // 256, numbers % 256], -1).astype(np.uint8)[:, None, None]
+    return ArraySource("numbered", "train", ["train"], images, numbers, names)
 
 
 class PngRecords:
@@ -55,18 +50,8 @@ class PngRecords:
 
 
 def encoded_source(count, *, broken=(), size=None, **options):
-    names = [str(i) for i in range(count)]
-    records = PngRecords(count, broken, size)
-    return EncodedSource(
-        "pngs",
-        "train",
-        ["train"],
-        records,
-        names,
-        (12, 12, 3),
-        crops_on_host=size is None,
-        **options,
-    )
+    what = (PngRecords(count, broken, size), list(map(str, range(count))), (12, 12, 3))
+    return EncodedSource("pngs", "train", ["train"], *what, crops_on_host=size is None, **options)
 
 
 def same(first, second):
@@ -97,17 +82,12 @@ def test_an_epoch_holds_no_record_twice(count, batch_size):
 def test_repeated_records_stand_side_by_side(batch_size, repeats):
     """As in DeiT's sampler: the permutation with each record in place so many times, cut into as
     many batches."""
-    once, repeated = (
-        TrainPipeline(numbered_source(40), batch_size, seed=2, repeats=number)
-        for number in (1, repeats)
-    )
+    make = lambda number: TrainPipeline(numbered_source(40), batch_size, seed=2, repeats=number)
+    once, repeated = make(1), make(repeats)
     steps = once.steps_per_epoch
     assert repeated.steps_per_epoch == steps == 40 // batch_size
-    for epoch in range(2):
-        order = np.concatenate([once.record_indices(epoch * steps + step) for step in range(steps)])
-        rows = np.concatenate(
-            [repeated.record_indices(epoch * steps + step) for step in range(steps)]
-        )
+    for epoch in (range(steps), range(steps, 2 * steps)):
+        order, rows = (np.concatenate([*map(p.record_indices, epoch)]) for p in (once, repeated))
         assert (rows == np.repeat(order, repeats)[: len(rows)]).all()
 
 
@@ -135,20 +115,15 @@ def test_permutations_are_uniform_over_seeds_and_epochs():
         for order in drawn:
             orders[order] = orders.get(order, 0) + 1
     expected = 60 * 41 / 24
-    chi_squared = sum(
-        (orders.get(order, 0) - expected) ** 2 / expected
-        for order in itertools.permutations(range(4))
-    )
+    counts = [orders.get(order, 0) for order in itertools.permutations(range(4))]
+    chi_squared = sum((count - expected) ** 2 / expected for count in counts)
     assert chi_squared < 49.7  # 99.9 % quantile with 23 degrees of freedom
     assert 60 < repeats < 145  # 2,400 pairs, one in 24 alike: 100 with a standard deviation of 9.8
 
 
 def test_large_epochs_are_not_correlated():
-    orders = [
-        TrainPipeline(numbered_source(50_000), 50_000, seed=3).record_indices(epoch)
-        for epoch in range(4)
-    ]
-    for first, second in itertools.pairwise(orders):
+    pipeline = TrainPipeline(numbered_source(50_000), 50_000, seed=3)
+    for first, second in itertools.pairwise(map(pipeline.record_indices, range(4))):
         assert abs(np.corrcoef(first, second)[0, 1]) < 5 / np.sqrt(50_000)
         assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 5 / np.sqrt(50_000)
 
@@ -282,22 +257,16 @@ def test_reading_ahead_is_bounded():
     iterator.close()
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda s: TrainPipeline(s, 11), r"1 to 10 records \(all of numbered/train\), got 11"),
-        (lambda s: TrainPipeline(s, 0), "got 0"),
-    ],
-)
-def test_errors(make, message):
-    with pytest.raises(DataError, match=message):
-        make(numbered_source(10))
+@pytest.mark.parametrize("size", [0, 11])
+def test_a_batch_that_the_source_does_not_fill_is_refused(size):
+    said = rf"1 to 10 records \(all of numbered/train\), got {size}"
+    with pytest.raises(DataError, match=said):
+        TrainPipeline(numbered_source(10), size)
 
 
 def test_labels_are_checked():
     source = encoded_source(3, on_unreadable="skip")
     source.label_names = ("only",)
-    with pytest.raises(
-        DataError, match=r"label in \[0, 1\) in record 1 .*got 1. Choose a split that has labels"
-    ):
+    said = r"label in \[0, 1\) in record 1 .*got 1. Choose a split that has labels"
+    with pytest.raises(DataError, match=said):
         source[1]

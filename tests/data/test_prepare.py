@@ -27,6 +27,24 @@ def as_set(images, labels):
     )
 
 
+def idx_files(source, sizes, url=""):
+    """Writes MNIST's files of random images; returns them by address, and what is in them."""
+    rng, urls, truth = np.random.default_rng(1), {}, {}
+    source.mkdir()
+    for split, count in sizes.items():
+        images = rng.integers(0, 256, (count, 28, 28), np.uint8)
+        truth[split] = images, rng.integers(0, 10, count, np.uint8)
+        for array, kind in zip(truth[split], ("images-idx3", "labels-idx1"), strict=True):
+            file = source / f"{split}-{kind}-ubyte.gz"
+            write_idx(file, array)
+            urls[url + file.name] = file
+    return urls, truth
+
+
+def same_records(records, truth):
+    return as_set([r["image"] for r in records], [r["label"] for r in records]) == as_set(*truth)
+
+
 @pytest.fixture
 def cifar_files(tmp_path, published):
     """Builds a CIFAR archive with `per_file` random images in each file; returns the true pixels
@@ -38,9 +56,8 @@ def cifar_files(tmp_path, published):
         truth = {}
         for file in files:
             images = rng.integers(0, 256, (per_file, 32, 32, 3), np.uint8)
-            labels = np.stack(
-                [rng.integers(0, bound, per_file, np.uint8) for bound in label_bounds], 1
-            )
+            draw = lambda bound: rng.integers(0, bound, per_file, np.uint8)
+            labels = np.stack([draw(bound) for bound in label_bounds], 1)
             planes = images.transpose(0, 3, 1, 2).reshape(per_file, -1)
             members[file] = np.concatenate([labels, planes], 1).tobytes()
             truth[file.split("/")[-1]] = images, labels
@@ -66,19 +83,13 @@ def test_cifar10_from_binary_files(cifar_files, tmp_path):
     path = prepare("cifar10", str(tmp_path / "sets"), str(source))
     assert path == tmp_path / "sets" / "cifar10" / "3.0.2"
     train = read_back("cifar10", tmp_path / "sets", "train")
-    images = np.concatenate([truth[f"data_batch_{n}.bin"][0] for n in range(1, 6)])
-    labels = np.concatenate([truth[f"data_batch_{n}.bin"][1] for n in range(1, 6)])
-    assert as_set([r["image"] for r in train], [r["label"] for r in train]) == as_set(
-        images, labels
-    )
+    files = [truth[f"data_batch_{n}.bin"] for n in range(1, 6)]
+    assert same_records(train, map(np.concatenate, zip(*files, strict=True)))
     assert {r["id"] for r in train} == {f"train_{n:05d}".encode() for n in range(35)}
     assert len(read_back("cifar10", tmp_path / "sets", "test")) == 7
     ours = load_source("cifar10", "eval", data_dir=str(tmp_path / "sets"))
     assert (ours.split, ours.label_names, ours.image_shape) == ("test", tuple(names), (32, 32, 3))
-    got = [ours[i] for i in range(len(ours))]
-    assert as_set([r["image"] for r in got], [r["label"] for r in got]) == as_set(
-        *truth["test_batch.bin"]
-    )
+    assert same_records([ours[i] for i in range(len(ours))], truth["test_batch.bin"])
 
 
 def test_cifar100_keeps_both_labels(cifar_files, tmp_path):
@@ -94,9 +105,8 @@ def test_cifar100_keeps_both_labels(cifar_files, tmp_path):
     train = read_back("cifar100", tmp_path / "sets", "train")
     labels = [(r["coarse_label"], r["label"]) for r in train]
     assert as_set([r["image"] for r in train], labels) == as_set(*truth["train.bin"])
-    assert load_source("cifar100", "train", data_dir=str(tmp_path / "sets")).label_names == tuple(
-        fine
-    )
+    ours = load_source("cifar100", "train", data_dir=str(tmp_path / "sets"))
+    assert ours.label_names == tuple(fine)
 
 
 @pytest.mark.parametrize(
@@ -107,26 +117,12 @@ def test_cifar100_keeps_both_labels(cifar_files, tmp_path):
     ],
 )
 def test_mnist_from_idx_files(name, url, tmp_path, published):
-    rng = np.random.default_rng(1)
-    source, urls, truth = tmp_path / "downloads", {}, {}
-    source.mkdir()
-    for split, count in {"train": 6, "t10k": 3}.items():
-        images, labels = (
-            rng.integers(0, 256, (count, 28, 28), np.uint8),
-            rng.integers(0, 10, count, np.uint8),
-        )
-        truth[split] = images, labels
-        for array, kind in ((images, "images-idx3"), (labels, "labels-idx1")):
-            file = source / f"{split}-{kind}-ubyte.gz"
-            write_idx(file, array)
-            urls[url + file.name] = file
+    source = tmp_path / "downloads"
+    urls, truth = idx_files(source, {"train": 6, "t10k": 3}, url)
     published(urls)
     prepare(name, str(tmp_path / "sets"), str(source))
-    for split, published_split in {"train": "train", "test": "t10k"}.items():
-        records = read_back(name, tmp_path / "sets", split)
-        assert as_set([r["image"] for r in records], [r["label"] for r in records]) == as_set(
-            *truth[published_split]
-        )
+    for split, file in {"train": "train", "test": "t10k"}.items():
+        assert same_records(read_back(name, tmp_path / "sets", split), truth[file])
     ours = load_source(name, "train", data_dir=str(tmp_path / "sets"))
     assert ours.image_shape == (28, 28, 1)
     assert as_set(*ours.read(np.arange(6))[0].values()) == as_set(*truth["train"])
@@ -134,18 +130,10 @@ def test_mnist_from_idx_files(name, url, tmp_path, published):
 
 def test_fashion_mnist_that_was_compressed_again_is_taken_by_its_content(tmp_path, monkeypatch):
     """As in Debian's package; one pixel that differs is refused."""
-    rng = np.random.default_rng(1)
-    source, digests = tmp_path / "downloads", {}
-    source.mkdir()
-    for split, count in {"train": 6, "t10k": 3}.items():
-        images, labels = (
-            rng.integers(0, 256, (count, 28, 28), np.uint8),
-            rng.integers(0, 10, count, np.uint8),
-        )
-        for array, kind in ((images, "images-idx3"), (labels, "labels-idx1")):
-            file = source / f"{split}-{kind}-ubyte.gz"
-            write_idx(file, array)
-            digests[file.name] = hashlib.sha256(gzip.decompress(file.read_bytes())).hexdigest()
+    source = tmp_path / "downloads"
+    urls, _ = idx_files(source, {"train": 6, "t10k": 3})
+    content = {name: gzip.decompress(file.read_bytes()) for name, file in urls.items()}
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in content.items()}
     monkeypatch.setattr(FashionMNIST, "CONTENT_SHA256", digests)
     prepare("fashion_mnist", str(tmp_path / "sets"), str(source))
     assert len(read_back("fashion_mnist", tmp_path / "sets", "train")) == 6
@@ -159,20 +147,17 @@ def test_folder_is_copied_without_encoding_again(image_folder, tmp_path):
     path = prepare("folder", str(tmp_path / "sets"), str(image_folder), "my_images")
     assert path.parent.name == "my_images"
     direct = load_source("folder", "train", data_dir=str(image_folder), image_size=16)
-    fast = load_source("my_images", "train", data_dir=str(tmp_path / "sets"), image_size=16)
+    own = dict(data_dir=str(tmp_path / "sets"))
+    fast = load_source("my_images", "train", image_size=16, **own)
     assert (fast.label_names, fast.splits) == (("ant", "bird"), ("train", "val"))
     assert fast.crops_on_host
-    assert as_set(*fast.read(np.arange(8))[0].values()) == as_set(
-        *direct.read(np.arange(8))[0].values()
-    )
-    assert (
-        load_source("my_images", "eval", data_dir=str(tmp_path / "sets"), image_size=16).split
-        == "val"
-    )
+    content = [as_set(*s.read(np.arange(8))[0].values()) for s in (fast, direct)]
+    assert content[0] == content[1]
+    assert load_source("my_images", "eval", image_size=16, **own).split == "val"
     with pytest.raises(
-        DataError, match="image_size for my_images, whose images are not all square and of one size"
+        DataError, match="for my_images, whose images are not all square and of one"
     ):
-        load_source("my_images", "train", data_dir=str(tmp_path / "sets"))
+        load_source("my_images", "train", **own)
 
 
 def test_a_set_that_is_there_is_left_alone(image_folder, tmp_path):
@@ -188,9 +173,7 @@ def test_another_format_has_no_random_access(image_folder, tmp_path):
     info.write_text(info.read_text().replace('"array_record"', '"tfrecord"'))
     for file in path.glob("*array_record*"):
         file.rename(file.with_name(file.name.replace("array_record", "tfrecord")))
-    with pytest.raises(
-        DataError, match="my_images as array_record .*got tfrecord, which has no random access"
-    ):
+    with pytest.raises(DataError, match="as array_record .*got tfrecord, which has no random acc"):
         load_source("my_images", "train", data_dir=str(tmp_path / "sets"), image_size=16)
 
 
@@ -212,9 +195,7 @@ class Numbers(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
 def test_a_set_without_images_is_refused(tmp_path):
     Numbers(data_dir=str(tmp_path), file_format="array_record").download_and_prepare()
-    with pytest.raises(
-        DataError, match="one uint8 image, grey or RGB, and one class label each, got numbers with"
-    ):
+    with pytest.raises(DataError, match="grey or RGB, and one class label each, got numbers with"):
         load_source("numbers", "train", data_dir=str(tmp_path))
 
 
@@ -228,10 +209,8 @@ def test_a_changed_source_file_is_refused(cifar_files, tmp_path):
     )
     with open(source / "cifar-10-binary.tar.gz", "ab") as file:
         file.write(b"\0")
-    with pytest.raises(
-        DataError,
-        match=r"published source files of cifar10(.|\n)*checksum(.|\n)*SHA-256 c4a38c50a1bc",
-    ):
+    said = r"published source files of cifar10(.|\n)*checksum(.|\n)*SHA-256 c4a38c50a1bc"
+    with pytest.raises(DataError, match=said):
         prepare("cifar10", str(tmp_path / "sets"), str(source))
 
 
@@ -241,18 +220,8 @@ def test_a_changed_source_file_is_refused(cifar_files, tmp_path):
 def test_a_set_that_needs_tensorflow_says_so(tmp_path, published, monkeypatch):
     """Preparing KMNIST is left to TFDS, which reads its files through TensorFlow."""
     monkeypatch.setattr(tfds.image_classification.KMNIST, "url_infos", None)
-    source = tmp_path / "downloads"
-    source.mkdir()
-    urls = {}
-    for split in ("train", "t10k"):
-        for kind, array in (
-            ("images-idx3", np.zeros((1, 28, 28), np.uint8)),
-            ("labels-idx1", np.zeros(1, np.uint8)),
-        ):
-            file = source / f"{split}-{kind}-ubyte.gz"
-            write_idx(file, array)
-            urls["http://codh.rois.ac.jp/kmnist/dataset/kmnist/" + file.name] = file
-    published(urls)
+    source, place = tmp_path / "downloads", "http://codh.rois.ac.jp/kmnist/dataset/kmnist/"
+    published(idx_files(source, {"train": 1, "t10k": 1}, place)[0])
     with pytest.raises(DataError, match="needs to prepare kmnist.*pip install tensorflow-cpu"):
         prepare("kmnist", str(tmp_path / "sets"), str(source))
 

@@ -46,13 +46,10 @@ def test_a_line_that_is_no_entry_is_named(line):
 
 
 def test_every_word_is_in_one_split_with_all_its_pronunciations(dictionary):
-    sources = {
-        split: data.load_source("cmudict", split, data_dir=str(dictionary)) for split in SPLITS
-    }
-    words = {
-        split: {"".join(source.text("source", row)) for row in source.arrays["source"]}
-        for split, source in sources.items()
-    }
+    words = {}
+    for split in SPLITS:
+        source = data.load_source("cmudict", split, data_dir=str(dictionary))
+        words[split] = {"".join(source.text("source", row)) for row in source.arrays["source"]}
     known = parse_dictionary(dictionary.read_text().splitlines())
     too_long = {word for word in known if len(word) > 16}
     assert set.union(*words.values()) >= known.keys() - too_long
@@ -106,10 +103,6 @@ def test_a_missing_file_and_an_unknown_split_are_refused(tmp_path, dictionary):
 
 def test_the_split_of_a_word_does_not_change():
     # The first four bytes of `printf WORD | sha256sum`, modulo 100: 43, 7 and 2.
-    assert [split_of(word) for word in ("attention", "cat", "house")] == [
-        "train",
-        "validation",
-        "test",
-    ]
+    assert tuple(map(split_of, ("attention", "cat", "house"))) == SPLITS
     counts = np.unique([split_of(f"word{i}") for i in range(4000)], return_counts=True)[1]
     assert (np.abs(np.sort(counts) / 4000 - [0.05, 0.05, 0.9]) < 0.015).all()

@@ -34,6 +34,18 @@ from adder_flax.data._images import (
 from tests.data.files import encode, smooth_image
 
 
+@pytest.fixture
+def load_folder(image_folder):
+    """Loads a split of the image folder."""
+
+    def load(split="train", image_size=8, **options):
+        return load_source(
+            "folder", split, data_dir=str(image_folder), image_size=image_size, **options
+        )
+
+    return load
+
+
 @pytest.fixture(scope="module")
 def sklearn_digits():
     return pytest.importorskip("sklearn.datasets").load_digits()
@@ -62,29 +74,27 @@ def test_digits_split_never_changes(sklearn_digits):
     chosen = np.flatnonzero(stratified_test_mask(sklearn_digits.target, 360 / 1797, seed=0))
     draws = np.random.PCG64(0).random_raw(1797)
     zeros = np.flatnonzero(sklearn_digits.target == 0)
-    expected = sorted(zeros, key=lambda index: draws[index])[
-        : int((sklearn_digits.target[chosen] == 0).sum())
-    ]
-    assert sorted(expected) == [index for index in chosen if sklearn_digits.target[index] == 0]
+    got = [index for index in chosen if sklearn_digits.target[index] == 0]
+    assert sorted(sorted(zeros, key=lambda index: draws[index])[: len(got)]) == got
     assert draws[:2].tolist() == [11749869230777074271, 4976686463289251617]
+
+
+def loads_none_of(heavy, *arguments, **options):
+    code = "import sys; from adder_flax.data import load_source\n"
+    code += f"load_source(*{arguments}, **{options})[0]\n"
+    code += f"assert not sys.modules.keys() & {set(heavy)}"
+    subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
 
 def test_digits_do_not_import_scikit_learn():
     """It takes longer than everything else before the first step."""
-    code = "import sys; from adder_flax.data import load_source; load_source('digits', 'train'); "
-    code += "heavy = ('sklearn', 'tensorflow_datasets', 'tensorflow', 'pandas')\n"
-    code += "print([m for m in heavy if m in sys.modules])"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "[]"
+    heavy = ("sklearn", "tensorflow_datasets", "tensorflow", "pandas")
+    loads_none_of(heavy, "digits", "train")
 
 
 def test_fake_is_a_function_of_split_and_index():
-    train, test = (
-        load_source("fake", split, image_size=5, channels=2, num_classes=3, num_examples=40)
-        for split in ("train", "test")
-    )
+    options = dict(image_size=5, channels=2, num_classes=3, num_examples=40)
+    train, test = (load_source("fake", split, **options) for split in ("train", "test"))
     assert (len(train), len(test), train.image_shape) == (40, 10, (5, 5, 2))
     assert (train[7]["image"] == train[7]["image"]).all()
     assert not (train[7]["image"] == train[8]["image"]).all()
@@ -94,11 +104,8 @@ def test_fake_is_a_function_of_split_and_index():
     assert labels.tolist() == [9 % 3, 7 % 3]
 
 
-def test_folder_reads_classes_by_name(image_folder):
-    train, val = (
-        load_source("folder", split, data_dir=str(image_folder), image_size=24)
-        for split in ("train", "eval")
-    )
+def test_folder_reads_classes_by_name(image_folder, load_folder):
+    train, val = (load_folder(split, 24) for split in ("train", "eval"))
     assert (train.label_names, train.splits, len(train)) == (("ant", "bird"), ("train", "val"), 8)
     assert (val.split, len(val)) == ("val", 3)
     files = sorted(image_folder.glob("train/*/*.*g"))
@@ -106,9 +113,7 @@ def test_folder_reads_classes_by_name(image_folder):
         record = train[index]
         assert record["label"] == ["ant", "bird"].index(file.parent.name)
         assert (record["image"] == decode_and_center_crop(file.read_bytes(), 24, 3)).all()
-    whole = load_source(
-        "folder", "train", data_dir=str(image_folder), image_size=24, eval_crop_ratio=1.0
-    )
+    whole = load_folder("train", 24, eval_crop_ratio=1.0)
     with Image.open(files[0]) as image:
         width, height = (int(24 * side / min(image.size)) for side in image.size)
         resized = np.asarray(image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC))
@@ -118,28 +123,23 @@ def test_folder_reads_classes_by_name(image_folder):
     assert [source.eval_crop_ratio for source in sources] == [0.875, 1, 1]
 
 
-def test_labels_of_a_split_are_those_of_train(image_folder):
+def test_labels_of_a_split_are_those_of_train(image_folder, load_folder):
     """A split that lacks a class must not shift the numbers of the others."""
-    for file in (image_folder / "val" / "ant").iterdir():
-        file.unlink()
-    (image_folder / "val" / "ant").rmdir()
-    val = load_source("folder", "val", data_dir=str(image_folder), image_size=8)
+    ant = (image_folder / "val" / "ant").rename(image_folder / "ant")
+    val = load_folder("val")
     assert [val[index]["label"] for index in range(len(val))] == [1, 1]
-    (image_folder / "val" / "cat").mkdir()
-    with pytest.raises(DataError, match=r"only classes of .*train.*got \['cat'\]"):
-        load_source("folder", "val", data_dir=str(image_folder), image_size=8)
+    ant.rename(image_folder / "val" / "cat")
+    with pytest.raises(DataError, match=r"only labels of the split train in val.*got \['cat'\]"):
+        load_folder("val")
 
 
-def test_unreadable_image_is_named_or_counted(image_folder):
+def test_unreadable_image_is_named_or_counted(image_folder, load_folder):
     broken = image_folder / "train" / "bird" / "0.png"
     broken.write_bytes(broken.read_bytes()[:200])
-    options = {"data_dir": str(image_folder), "image_size": 8}
-    with pytest.raises(
-        UnreadableRecordError,
-        match=rf"record 3 of folder/train \({broken}\), got OSError.*skip",
-    ):
-        load_source("folder", "train", **options).read(np.arange(8))[0].values()
-    source = load_source("folder", "train", on_unreadable="skip", **options)
+    said = rf"record 3 of folder/train \({broken}\), got OSError.*skip"
+    with pytest.raises(UnreadableRecordError, match=said):
+        load_folder().read(np.arange(8))
+    source = load_folder(on_unreadable="skip")
     images, labels = source.read(np.arange(8))[0].values()
     assert labels.tolist() == [0, 0, 0, -1, 1, 1, 1, 1]
     assert list(source.unreadable) == [3]
@@ -164,9 +164,8 @@ def test_center_crop_is_deits(width, height, channels):
         new_width, new_height = short, int(short * height / width)
     else:
         new_width, new_height = int(short * width / height), short
-    pixels = np.asarray(image.resize((new_width, new_height), Image.BICUBIC)).reshape(
-        new_height, new_width, channels
-    )
+    resized = np.asarray(image.resize((new_width, new_height), Image.BICUBIC))
+    pixels = resized.reshape(new_height, new_width, channels)
     top, left = int(round((new_height - size) / 2.0)), int(round((new_width - size) / 2.0))
     expected = pixels[top : top + size, left : left + size]
     assert (decode_and_center_crop(encoded, size, channels) == expected).all()
@@ -175,19 +174,17 @@ def test_center_crop_is_deits(width, height, channels):
 def test_random_crop_is_a_resized_box():
     image = smooth_image(120, 160)
     for seed in range(5):
-        left, top, width, height = random_crop_box(
-            np.random.default_rng((7, seed)), 160, 120, (0.08, 1.0)
-        )
+        rng = np.random.default_rng((7, seed))
+        left, top, width, height = random_crop_box(rng, 160, 120, (0.08, 1.0))
         box = Image.fromarray(image).crop((left, top, left + width, top + height))
         # Resizing within the image may look one pixel past the box at its edges, where cropping
         # first repeats pixels.
         expected = np.asarray(box.resize((20, 20), Image.BICUBIC)).astype(int)
-        got = decode_and_random_crop(encode(image), 20, 3, (7, seed), (0.08, 1.0)).astype(int)
+        options = (20, 3, (7, seed), (0.08, 1.0))
+        got = decode_and_random_crop(encode(image), *options).astype(int)
         assert np.abs(got - expected)[1:-1, 1:-1].max() <= 2
         # JPEG decodes such a large image at a fraction of its size.
-        jpeg = decode_and_random_crop(encode(image, "jpeg"), 20, 3, (7, seed), (0.08, 1.0)).astype(
-            int
-        )
+        jpeg = decode_and_random_crop(encode(image, "jpeg"), *options).astype(int)
         assert np.abs(jpeg - expected).mean() < 4
 
 
@@ -244,19 +241,12 @@ def test_tfds_cifar10(cifar10_dir):
         assert (source[int(index)]["image"] == images[row]).all()
     assert (images == again).all()
     assert len(load_source("cifar10", "train[:10%]", data_dir=cifar10_dir)) == 5000
-    assert load_source("cifar10", "test", data_dir=cifar10_dir, image_size=40)[5][
-        "image"
-    ].shape == (40, 40, 3)
+    larger = load_source("cifar10", "test", data_dir=cifar10_dir, image_size=40)
+    assert larger[5]["image"].shape == (40, 40, 3)
 
 
 def test_tfds_does_not_import_tensorflow(cifar10_dir):
-    code = f"""
-import sys
-from adder_flax.data import load_source
-load_source("cifar10", "test", data_dir={cifar10_dir!r})[0]
-assert "tensorflow" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    loads_none_of(["tensorflow"], "cifar10", "test", data_dir=cifar10_dir)
 
 
 # A folder in which no set of TFDS is prepared, whatever there is at home.
@@ -266,26 +256,17 @@ NO_SETS = {"data_dir": str(Path(__file__).parent)}
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("digits", "val"), "Expected split 'train' or 'test' of digits, got 'val'"),
+        (("digits", "val"), r"split out of \('train', 'test'\) of digits, got 'val'"),
         (("fake", "val"), "of fake, got 'val'"),
         (("fake", "train", {"num_examples": -1}), "at least one example"),
         (("digits", "train", {"image_size": 9}), "image_size 8 for digits, got 9"),
         (("digits", "train", {"num_classes": 9}), "num_classes only for 'fake'"),
         (("folder", "train"), "data_dir=<root of the image folder>"),
         (("folder", "train", {"data_dir": "/nowhere/at/all"}), "image_size for data set 'folder'"),
-        (
-            ("folder", "train", {"data_dir": "/nowhere/at/all", "image_size": 8}),
-            "got '/nowhere/at/all', which is no folder",
-        ),
+        (("folder", "train", {"data_dir": "/none", "image_size": 8}), "got '/none', which is no"),
         (("cifar1", "train"), "got 'cifar1'. Did you mean cifar10"),
-        (
-            ("cifar10:9.9.9", "train", NO_SETS),
-            "configuration and version that TFDS has, got 'cifar10:9.9.9'",
-        ),
-        (
-            ("imagenette/nope", "train", NO_SETS),
-            "configuration and version that TFDS has, got 'imagenette/nope'",
-        ),
+        (("cifar10:9.9.9", "train", NO_SETS), "version that TFDS has, got 'cifar10:9.9.9'"),
+        (("imagenette/nope", "train", NO_SETS), "version that TFDS has, got 'imagenette/nope'"),
     ],
 )
 def test_errors_say_what_to_do(arguments, message):
@@ -294,37 +275,32 @@ def test_errors_say_what_to_do(arguments, message):
         load_source(name, split, **(options[0] if options else {}))
 
 
-def test_errors_of_a_folder(image_folder):
-    options = {"data_dir": str(image_folder), "image_size": 8}
+def test_errors_of_a_folder(image_folder, load_folder):
     with pytest.raises(DataError, match=r"out of \('train', 'val'\).*got 'test'"):
-        load_source("folder", "test", **options)
+        load_folder("test")
     with pytest.raises(IndexError, match=r"record of folder/train in \[0, 8\), got 8"):
-        load_source("folder", "train", **options)[8]
+        load_folder()[8]
     (image_folder / "empty").mkdir()
     with pytest.raises(DataError, match="one sub-folder per class"):
-        load_source("folder", "empty", **options)
+        load_folder("empty")
 
 
 def test_a_set_that_is_not_prepared_names_the_command(tmp_path):
-    with pytest.raises(
-        DataError, match=f"python -m adder_flax.data.prepare cifar100 --data_dir={tmp_path}"
-    ):
+    command = f"python -m adder_flax.data.prepare cifar100 --data_dir={tmp_path}"
+    with pytest.raises(DataError, match=command):
         load_source("cifar100", "train", data_dir=str(tmp_path))
 
 
 def test_tfds_splits_are_checked(cifar10_dir):
-    with pytest.raises(
-        DataError, match=r"out of \('train', 'test'\) of cifar10/3.0.2, got 'validation'"
-    ):
+    said = r"out of \('train', 'test'\) of cifar10/3.0.2, got 'validation'"
+    with pytest.raises(DataError, match=said):
         load_source("cifar10", "validation", data_dir=cifar10_dir)
 
 
 def test_a_set_of_ones_own_is_found_by_name():
-    def load(split, *, image_size, **_):
-        del image_size
-        return ArraySource(
-            "own", split, ["a", "test"], np.zeros((2, 6, 6, 3), np.uint8), [0, 1], ["x", "y"]
-        )
+    def load(split, **_):
+        images = np.zeros((2, 6, 6, 3), np.uint8)
+        return ArraySource("own", split, ["a", "test"], images, [0, 1], ["x", "y"])
 
     statistics = ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     with SETS.temporary():
@@ -333,9 +309,7 @@ def test_a_set_of_ones_own_is_found_by_name():
         assert channel_statistics(load_source("own", "a")) == statistics
         with pytest.raises(DataError, match="image_size 6 for own, got 7"):
             load_source("own", "a", image_size=7)
-        with pytest.raises(
-            DataError, match="or the name of a TFDS set, got 'owm'. Did you mean own"
-        ):
+        with pytest.raises(DataError, match="of a TFDS set, got 'owm'. Did you mean own"):
             load_source("owm", "a")
         with pytest.raises(ValueError, match="registered already"):
             register_source(DataSet("own", load_source))
@@ -348,12 +322,11 @@ def test_a_set_that_is_not_here_is_imitated_with_its_own_statistics():
     assert channel_statistics(source) == ((0.2860,), (0.3530,))
     with pytest.raises(DataError, match="which is no folder"):
         load_or_imitate("folder", "train", data_dir="/nowhere/at/all", image_size=8)
-    source = load_or_imitate(
-        "imagenet2012", "train", data_dir="/nowhere", image_size=32, eval_crop_ratio=0.9
-    )
+    options = dict(data_dir="/nowhere", eval_crop_ratio=0.9)
+    source = load_or_imitate("imagenet2012", "train", image_size=32, **options)
     known = (source.image_shape, source.crops_on_host, source.eval_crop_ratio)
     assert known == ((32, 32, 3), True, 0.9)
-    whole = load_or_imitate("cifar10", "train", data_dir="/nowhere", eval_crop_ratio=0.9)
+    whole = load_or_imitate("cifar10", "train", **options)
     assert (whole.crops_on_host, whole.eval_crop_ratio) == (False, 1.0)
 
 
@@ -376,59 +349,45 @@ def edit(path, old, new):
     path.write_text(text.replace(old, new))
 
 
+INFO, FEATURES, LABELS = "dataset_info.json", "features.json", "label.labels.txt"
 RECORDS = "insects-train.array_record-00000-of-00001"
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("file", "damage", "message"),
     [
-        (
-            lambda d: (d / "dataset_info.json").write_text('{"name": "ins'),
-            "whole, as it was prepared in .*ParseError",
-        ),
-        (lambda d: (d / "dataset_info.json").unlink(), "whole, as it was prepared"),
-        (lambda d: (d / "features.json").unlink(), "no prepared version there"),
-        (
-            lambda d: edit(d / "dataset_info.json", '"6"', '"5"'),
-            "6 records in .* where dataset_info.json says 5",
-        ),
-        (
-            lambda d: edit(d / "features.json", '"numClasses": "2"', '"numClasses": "3"'),
-            "2 names .* declares 3 classes",
-        ),
-        (lambda d: edit(d / "features.json", '"3"', '"4"'), "one uint8 image, grey or RGB"),
-        (lambda d: (d / "label.labels.txt").write_text("ant\nant\n"), "1 names .* declares 2"),
-        (lambda d: (d / RECORDS).unlink(), "No such file"),
-        (
-            lambda d: (d / RECORDS).write_bytes((d / RECORDS).read_bytes()[:-100]),
-            "whole, as it was prepared",
-        ),
+        (INFO, lambda f: f.write_text('{"name": "ins'), "as it was prepared in .*ParseError"),
+        (INFO, lambda f: f.unlink(), "whole, as it was prepared"),
+        (FEATURES, lambda f: f.unlink(), "no prepared version there"),
+        (INFO, lambda f: edit(f, '"6"', '"5"'), "6 records in .* where dataset_info.json says 5"),
+        (FEATURES, lambda f: edit(f, 's": "2"', 's": "3"'), "2 names .* declares 3 classes"),
+        (FEATURES, lambda f: edit(f, '"3"', '"4"'), "one uint8 image, grey or RGB"),
+        (LABELS, lambda f: f.write_text("ant\nant\n"), "1 names .* declares 2"),
+        (RECORDS, lambda f: f.unlink(), "No such file"),
+        (RECORDS, lambda f: f.write_bytes(f.read_bytes()[:-100]), "whole, as it was prepared"),
     ],
 )
-def test_damage_of_a_prepared_set_is_one_message(prepared, tmp_path, damage, message):
+def test_damage_of_a_prepared_set_is_one_message(prepared, tmp_path, file, damage, message):
     folder = tmp_path / "insects" / "1.0.0"
     shutil.copytree(prepared, folder)
     assert len(load_source("insects", "train", data_dir=str(tmp_path), image_size=8)) == 6
-    damage(folder)
+    damage(folder / file)
     with pytest.raises(DataError, match=message):
         load_source("insects", "train", data_dir=str(tmp_path), image_size=8)
 
 
-def test_folders_of_another_layout_are_refused(image_folder):
-    load = lambda split="train": load_source(
-        "folder", split, data_dir=str(image_folder), image_size=8
-    )
+def test_folders_of_another_layout_are_refused(image_folder, load_folder):
     (image_folder / "train" / "loose.png").write_bytes(b"")
     with pytest.raises(DataError, match="got the file 'loose.png' beside the classes' folders"):
-        load()
+        load_folder()
     (image_folder / "train" / "loose.png").unlink()
     (image_folder / "train" / "cat").mkdir()
     with pytest.raises(DataError, match=r"images of each class in .*, got none of \['cat'\]"):
-        load()
+        load_folder()
     inner = image_folder / "train" / "cat" / "deep" / "deeper"
     inner.mkdir(parents=True)
     (inner / "0.png").write_bytes(encode(smooth_image(9, 9)))
-    assert load().read(np.arange(9))[0]["label"].tolist() == [0] * 3 + [1] * 5 + [2]
+    assert load_folder().read(np.arange(9))[0]["label"].tolist() == [0] * 3 + [1] * 5 + [2]
 
 
 def test_names_of_classes_are_fit_to_show(tmp_path):
@@ -442,15 +401,12 @@ def test_names_of_classes_are_fit_to_show(tmp_path):
     assert source.read(np.arange(4))[0]["label"].tolist() == [0, 1, 2, 3]
 
 
-def test_the_first_readable_records(image_folder):
+def test_the_first_readable_records(image_folder, load_folder):
     (image_folder / "train" / "ant" / "0.png").write_bytes(b"no image")
-    load = lambda **options: load_source(
-        "folder", "train", data_dir=str(image_folder), image_size=8, **options
-    )
-    images, labels = load(on_unreadable="skip").first(4).values()
-    assert (images == load().read(np.arange(1, 5))[0]["image"]).all()
+    images, labels = load_folder(on_unreadable="skip").first(4).values()
+    assert (images == load_folder().read(np.arange(1, 5))[0]["image"]).all()
     assert labels.tolist() == [0, 0, 1, 1]
     for path in image_folder.glob("train/*/*.*g"):
         path.write_bytes(b"no image")
     with pytest.raises(DataError, match="a readable record in folder/train, got none"):
-        load(on_unreadable="skip").first(4)
+        load_folder(on_unreadable="skip").first(4)

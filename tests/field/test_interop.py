@@ -102,13 +102,11 @@ def test_layer_scale_is_folded_in_32_bits(gamma, dtype, tmp_path):
     save_file(arrays, tmp_path / "w")
     model = make()
     assert load(model, tmp_path / "w") == ()
-    exact = arrays["blocks.1.mlp.fc2.weight"].astype(np.float64) * scale.astype(dtype).astype(
-        np.float64
-    ).reshape(-1, 1)
+    wide = lambda name: arrays[name].astype(np.float64)
+    scale = wide("blocks.0.ls1.gamma")
+    exact = wide("blocks.1.mlp.fc2.weight") * scale[:, None]
     np.testing.assert_allclose(model.blocks[1].mlp.fc2.kernel[...].T, exact, rtol=1e-6)
-    exact = arrays["blocks.0.attn.proj.bias"].astype(np.float64) * scale.astype(dtype).astype(
-        np.float64
-    )
+    exact = wide("blocks.0.attn.proj.bias") * scale
     np.testing.assert_allclose(model.blocks[0].attention.out.bias[...], exact, rtol=1e-6)
 
 
@@ -128,34 +126,18 @@ def test_layer_scale_of_16_bit_parameters_is_folded_in_32_bits(tmp_path):
 # Of e[row, column] = sin(1 + 3 row + 7 column), by PyTorch 2.14.1 in float64:
 # torch.nn.functional.interpolate(mode="bicubic", align_corners=False), with antialias=True as
 # timm 1.0.31 has it in resample_abs_pos_embed (which agreed to 1e-5), or without as DeiT has it.
-KNOWN_POSITIONS = [
-    (
-        ((4, 4), (2, 8), "timm"),
-        "0.136757 0.141389 0.151225 0.140317 0.107972 0.060252 0.001301 -0.026544 -0.063724 "
-        "-0.08398 -0.126881 -0.150509 -0.151849 -0.13065 -0.089784 -0.07049",
-    ),
-    (
-        ((4, 4), (2, 8), "torch"),
-        "-0.07948 -0.113001 -0.168122 -0.207499 -0.210698 -0.179388 -0.12923 -0.098832 0.187739 "
-        "0.194842 0.207619 0.187867 0.149581 0.072791 0.000617 -0.043857",
-    ),
-    (
-        ((2, 8), (4, 3), "timm"),
-        "1.031867 -0.343619 -0.867776 0.511566 -0.19951 -0.416292 -0.520156 0.086247 0.478969 "
-        "-1.040457 0.230356 0.930453",
-    ),
-    (
-        ((2, 8), (4, 3), "torch"),
-        "1.206845 -0.430148 -0.900694 0.548006 -0.232208 -0.382735 -0.537142 0.09381 0.470374 "
-        "-1.195982 0.29175 0.988333",
-    ),
-]
+KNOWN_POSITIONS = {
+    ((4, 4), (2, 8), "timm"): "0.136757 0.141389 0.151225 0.140317 0.107972 0.060252 0.001301 "
+    "-0.026544 -0.063724 -0.08398 -0.126881 -0.150509 -0.151849 -0.13065 -0.089784 -0.07049",
+    ((4, 4), (2, 8), "torch"): "-0.07948 -0.113001 -0.168122 -0.207499 -0.210698 -0.179388 "
+    "-0.12923 -0.098832 0.187739 0.194842 0.207619 0.187867 0.149581 0.072791 0.000617 -0.043857",
+    ((2, 8), (4, 3), "timm"): "1.031867 -0.343619 -0.867776 0.511566 -0.19951 -0.416292 -0.520156 "
+    "0.086247 0.478969 -1.040457 0.230356 0.930453",
+    ((2, 8), (4, 3), "torch"): "1.206845 -0.430148 -0.900694 0.548006 -0.232208 -0.382735 "
+    "-0.537142 0.09381 0.470374 -1.195982 0.29175 0.988333",
+}
 SAID = {
-    "timm": {
-        "architecture": "vit_tiny_patch16_224",
-        "global_pool": "token",
-        "model_args": {"num_heads": 4},
-    },
+    "timm": {"architecture": "vit_tiny_patch16_224", "model_args": {"num_heads": 4}},
     "hugging_face": {"model_type": "vit", "num_attention_heads": 4, "layer_norm_eps": 1e-6},
 }
 SAID["transformers_5"] = SAID["hugging_face"]
@@ -173,15 +155,12 @@ def said(names, height, width):
     return SAID[names] | {"pretrained_cfg": {"input_size": [3, height, width]}}
 
 
-@pytest.mark.parametrize(("case", "known"), KNOWN_POSITIONS, ids=str)
+@pytest.mark.parametrize(("case", "known"), KNOWN_POSITIONS.items(), ids=str)
 def test_rectangles_of_positions_are_resized_by_their_rows_and_columns(case, known, tmp_path):
     """huggingface/pytorch-image-models#2737: as many patches in another rectangle were copied."""
     old, new, like = case
     names = "timm" if like == "timm" else "hugging_face"
-    saved, model = (
-        make(image_size=tuple(3 * n for n in old)),
-        make(image_size=tuple(3 * n for n in new)),
-    )
+    saved, model = (make(image_size=tuple(3 * n for n in grid)) for grid in (old, new))
     saved.pos_embed[:, 1:] = positions(old)
     interop.save_weights(saved, tmp_path / "w", names=names)
     assert interop.load_weights(model, tmp_path / "w") == ()
@@ -208,9 +187,8 @@ def test_a_rectangle_keeps_what_is_linear(tmp_path):
         assert interop.load_weights(wide, tmp_path / "w") == ()
         found = np.asarray(wide.pos_embed[0, 1:, 3]).reshape(8, 32)[2:-2, 6:-6]
         rows, columns = np.mgrid[2:6, 6:26]
-        np.testing.assert_allclose(
-            found, (rows + 0.5) * 2 - 0.5 + 100 * ((columns + 0.5) / 2 - 0.5), rtol=1e-4
-        )
+        expected = (rows + 0.5) * 2 - 0.5 + 100 * ((columns + 0.5) / 2 - 0.5)
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("names", ["timm", "hugging_face"])
@@ -240,18 +218,15 @@ def test_a_header_without_a_grid_is_refused_with_what_to_write(tmp_path):
     assert interop.load_weights(make(), tmp_path / "w") == ()
 
 
-HALVES = ((0.5, 0.4, 0.3), (0.25, 0.2, 0.1))
+HALVES = MEAN, STD = ((0.5, 0.4, 0.3), (0.25, 0.2, 0.1))
 
 
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("config.json", {"pretrained_cfg": {"mean": [0.5, 0.4, 0.3], "std": [0.25, 0.2, 0.1]}}),
-        ("config.json", {"mean": [0.5, 0.4, 0.3], "std": [0.25, 0.2, 0.1]}),
-        (
-            "preprocessor_config.json",
-            {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.25, 0.2, 0.1]},
-        ),
+        ("config.json", {"pretrained_cfg": {"mean": MEAN, "std": STD}}),
+        ("config.json", {"mean": MEAN, "std": STD}),
+        ("preprocessor_config.json", {"image_mean": MEAN, "image_std": STD}),
         (None, None),
     ],
 )
@@ -308,9 +283,8 @@ def test_a_run_keeps_the_mean_of_its_weights_to_the_end_and_in_what_it_exports(t
 
 def test_mean_and_deviation_are_settings_of_the_data():
     config = common.deit("multiplicative", "tiny")
-    config.update_from_flattened_dict(
-        TINY | {"data.mean": "0.5,0.4,0.3", "data.std": "0.2,0.2,0.5"}
-    )
+    numbers = {"data.mean": "0.5,0.4,0.3", "data.std": "0.2,0.2,0.5"}
+    config.update_from_flattened_dict(TINY | numbers)
     run = training.build_run(config)
     # Grey images have the average of the channels.
     np.testing.assert_allclose(run.task.data_facts.mean, (0.4,))
@@ -380,15 +354,10 @@ def test_a_model_without_a_classifier_gives_all_but_the_head(names, tmp_path):
     """What `ViTModel` saves, its pooler among it."""
     saved, model = make(), make(seed=1)
     interop.save_weights(saved, tmp_path / "w", names=names)
-    arrays = {
-        name.removeprefix("vit."): array
-        for name, array in load_file(tmp_path / "w").items()
-        if not name.startswith("classifier.")
-    }
-    pooler = {
-        "pooler.dense.weight": np.ones((16, 16), np.float32),
-        "pooler.dense.bias": np.ones(16, np.float32),
-    }
+    arrays = {name.removeprefix("vit."): x for name, x in load_file(tmp_path / "w").items()}
+    arrays = {name: x for name, x in arrays.items() if not name.startswith("classifier.")}
+    pooler = {"weight": np.ones((16, 16), np.float32), "bias": np.ones(16, np.float32)}
+    pooler = {f"pooler.dense.{name}": x for name, x in pooler.items()}
     (tmp_path / "config.json").write_text(json.dumps(said(names, 12, 12)))
     for more in ({}, pooler):
         save_file(arrays | more, tmp_path / "w")
@@ -456,9 +425,8 @@ def updates_of(**options):
     """One step of a run's optimizer from gradients of 1: its parameters and updates, by path."""
     config = common.deit("multiplicative", "tiny")
     sizes = {"model.depth": 2, "optimizer.clip_norm": 3.0}
-    config.update_from_flattened_dict(
-        TINY | sizes | {f"optimizer.{name}": value for name, value in options.items()}
-    )
+    own = {f"optimizer.{name}": value for name, value in options.items()}
+    config.update_from_flattened_dict(TINY | sizes | own)
     run = training.build_run(config)
     params = run.init()["params"]
     optimizer = run.program.parts(run.numbers).optimizer
@@ -466,24 +434,18 @@ def updates_of(**options):
     state, ones = optimizer.init(params), jax.tree.map(jnp.ones_like, params)
     for _ in range(2):
         updates, state = optimizer.update(ones, state, params)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(update)
-        for path, update in jax.tree_util.tree_leaves_with_path(updates)
-    }
+    named = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+    leaves = jax.tree_util.tree_leaves_with_path(updates)
+    return {named(path): np.asarray(update) for path, update in leaves}
 
 
 # What timm 1.0.31 says for a transformer of two blocks and a decay of 1/2:
 # timm.optim.param_groups_layer_decay(model, layer_decay=0.5), lr_scale by name.
 TIMM_SCALES = {
-    "cls_token": 0.125,
-    "pos_embed": 0.125,
-    "patch_embed.proj.kernel": 0.125,
-    "blocks.0.attention.query.kernel": 0.25,
-    "blocks.0.norm1.scale": 0.25,
-    "blocks.1.mlp.fc2.bias": 0.5,
-    "norm.scale": 0.5,
-    "head.kernel": 1.0,
-    "head.bias": 1.0,
+    **dict.fromkeys(("cls_token", "pos_embed", "patch_embed.proj.kernel"), 0.125),
+    **dict.fromkeys(("blocks.0.attention.query.kernel", "blocks.0.norm1.scale"), 0.25),
+    **dict.fromkeys(("blocks.1.mlp.fc2.bias", "norm.scale"), 0.5),
+    **dict.fromkeys(("head.kernel", "head.bias"), 1.0),
 }
 
 
@@ -509,10 +471,7 @@ def test_frozen_parameters_do_not_move_and_do_not_count_in_the_norm():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"freeze": "blocks.7"},
-            "freeze to name parameters, got blocks.7, which is none of blocks",
-        ),
+        ({"freeze": "blocks.7"}, "to name parameters, got blocks.7, which is none of blocks"),
         ({"freeze": "head,hea"}, "got hea, which is none"),
         ({"name": "lbfgs", "freeze": "head"}, "expected 1.0 and nothing with lbfgs"),
     ],
@@ -619,11 +578,7 @@ def test_a_model_is_built_from_what_timm_says_of_its_own(tmp_path):
     [
         (dict(reg_tokens=4), {}, "got reg_token; set config.model.registers to their number"),
         (dict(reg_tokens=4), dict(registers=3), "expected 3 tokens .*, got 4; set it to 4"),
-        (
-            dict(reg_tokens=4),
-            dict(pooling="mean", registers=3),
-            "expected 2 .*, got 4; set it to 5",
-        ),
+        (dict(reg_tokens=4), dict(pooling="mean", registers=3), "expected 2 .*; set it to 5"),
         ({}, dict(pooling="mean"), "got cls_token; set config.model.pooling to 'cls', or,"),
         (dict(fc_norm=True), {}, r"got fc_norm\.bias; set config\.model\.fc_norm, or"),
         ({}, dict(fc_norm=True), r"got norm\.bias; set config\.model\.fc_norm to False"),
@@ -652,9 +607,8 @@ def test_features_of_blocks_are_timms(kind, tmp_path):
     save_file(arrays_with(**REGISTERS[kind][0]), tmp_path / "w")
     model = make(**REGISTERS[kind][1])
     load(model, tmp_path / "w")
-    for x, expected in zip(
-        model.features(TALL, blocks=(-2, 1), as_grid=True), FEATURES[kind], strict=True
-    ):
+    found = model.features(TALL, blocks=(-2, 1), as_grid=True)
+    for x, expected in zip(found, FEATURES[kind], strict=True):
         assert x.shape == (1, 6, 2, 16)
         np.testing.assert_allclose(x[0, 4, 1, :3], expected, atol=2e-5)
     if kind == "plain":

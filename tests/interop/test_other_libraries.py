@@ -9,7 +9,7 @@ import pytest
 
 from adder_flax import interop
 from adder_flax.interop import _network
-from adder_flax.interop._positions import resize_positions
+from adder_flax.interop._names import resize_positions
 from tests.interop.test_weights import close, images, load, make
 
 torch = pytest.importorskip("torch")
@@ -105,6 +105,16 @@ def vit(**options):
     return transformers.ViTForImageClassification(config)
 
 
+HUGGING_FACE_FIELDS = "image_size patch_size hidden_size num_hidden_layers num_attention_heads"
+HUGGING_FACE_FIELDS += " intermediate_size layer_norm_eps id2label label2id"
+
+
+def deit_config():
+    transformers = pytest.importorskip("transformers")
+    config = vit(layer_norm_eps=1e-6).config.to_dict()
+    return transformers.DeiTConfig(**{name: config[name] for name in HUGGING_FACE_FIELDS.split()})
+
+
 @pytest.mark.parametrize("epsilon", [1e-12, 1e-6])
 def test_hugging_face_both_ways(epsilon, tmp_path):
     theirs = randomized(vit(layer_norm_eps=epsilon))
@@ -149,9 +159,7 @@ def test_distilled_models_of_timm_both_ways(tmp_path):
 
 def test_distilled_models_of_hugging_face_both_ways(tmp_path):
     transformers = pytest.importorskip("transformers")
-    config = vit(layer_norm_eps=1e-6).config.to_dict()
-    config = transformers.DeiTConfig(**{name: config[name] for name in HUGGING_FACE_FIELDS})
-    theirs = randomized(transformers.DeiTForImageClassificationWithTeacher(config))
+    theirs = randomized(transformers.DeiTForImageClassificationWithTeacher(deit_config()))
     theirs.save_pretrained(tmp_path)
     save(theirs, tmp_path / "raw.safetensors")
     pixels = torch.from_numpy(images().transpose(0, 3, 1, 2))
@@ -174,51 +182,26 @@ def test_distilled_models_of_hugging_face_both_ways(tmp_path):
 @pytest.mark.parametrize("distilled", [False, True])
 def test_one_head_beside_a_distillation_token_is_refused_by_name(distilled, tmp_path):
     transformers = pytest.importorskip("transformers")
-    config = vit(layer_norm_eps=1e-6).config.to_dict()
-    config = transformers.DeiTConfig(**{name: config[name] for name in HUGGING_FACE_FIELDS})
-    transformers.DeiTForImageClassification(config).save_pretrained(tmp_path)
+    transformers.DeiTForImageClassification(deit_config()).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"got classifier\.\w+, .*DeiTForImageClassification"):
         interop.load_weights(make(distilled=distilled), tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(mlp_layer="SwiGLU"), r"a gated MLP \(SwiGLU\)"),
-        (dict(mlp_layer="SwiGLUPacked"), r"a gated MLP \(SwiGLU\) in blocks\.0\.mlp"),
-    ],
+    ("mlp", "where"), [("SwiGLU", ""), ("SwiGLUPacked", r" in blocks\.0\.mlp")]
 )
-def test_parts_that_timm_has_and_the_model_does_not_are_refused_by_name(options, message, tmp_path):
+def test_parts_that_timm_has_and_the_model_does_not_are_refused_by_name(mlp, where, tmp_path):
     timm = pytest.importorskip("timm")
-    if "mlp_layer" in options:
-        options = {"mlp_layer": getattr(timm.layers, options["mlp_layer"])}
-    theirs = timm.models.vision_transformer.VisionTransformer(**TIMM_SIZES, **options)
+    options = TIMM_SIZES | {"mlp_layer": getattr(timm.layers, mlp)}
+    theirs = timm.models.vision_transformer.VisionTransformer(**options)
     save(theirs, tmp_path / "timm.safetensors")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"a gated MLP \(SwiGLU\)" + where):
         load(make(), tmp_path / "timm.safetensors")
 
 
-HUGGING_FACE_FIELDS = (
-    "image_size",
-    "patch_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "layer_norm_eps",
-    "id2label",
-    "label2id",
-)
-
-
 SQUARES = [(4, 8), (8, 4), (14, 24), (24, 14), (7, 5), (3, 16)]
-GRIDS = [((old, old), (new, new)) for old, new in SQUARES] + [
-    ((4, 4), (2, 8)),
-    ((2, 8), (4, 16)),
-    ((3, 5), (5, 3)),
-    ((8, 4), (1, 1)),
-    ((1, 6), (4, 2)),
-]
+GRIDS = [((old, old), (new, new)) for old, new in SQUARES]
+GRIDS += [((4, 4), (2, 8)), ((2, 8), (4, 16)), ((3, 5), (5, 3)), ((8, 4), (1, 1)), ((1, 6), (4, 2))]
 
 
 @pytest.mark.parametrize(("old", "new"), GRIDS)

@@ -51,29 +51,22 @@ def test_what_overflows_float32_is_refused(tmp_path):
 
 def test_a_head_is_taken_whole_or_for_other_classes_or_not_there(tmp_path):
     head = ("head.bias", "head.kernel")
-    assert load(tmp_path, **{"head.weight": None, "head.bias": None})[0] == head
-    assert (
-        load(tmp_path, **{"head.weight": np.ones((7, 16), "f"), "head.bias": np.ones(7, "f")})[0]
-        == head
+    shaped = lambda shape: None if shape is None else np.ones(shape, "f")
+    given = lambda *shapes: dict(
+        zip(("head.weight", "head.bias"), map(shaped, shapes), strict=True)
     )
-    wrong = [
-        {"head.bias": None},
-        {"head.weight": None},
-        {"head.weight": np.ones((5, 32), "f")},
-        {"head.weight": np.ones((7, 16), "f")},
-        {"head.weight": np.ones((7, 32), "f"), "head.bias": np.ones(7, "f")},
-        {"head.weight": np.ones((0, 16), "f"), "head.bias": np.ones(0, "f")},
-    ]
-    for changes in wrong:
+    for shapes in ((None, None), ((7, 16), 7)):
+        assert load(tmp_path, **given(*shapes))[0] == head
+    wrong = [((5, 16), None), (None, 5), ((5, 32), 5), ((7, 16), 5), ((7, 32), 7), ((0, 16), 0)]
+    for shapes in wrong:
         with pytest.raises(ValueError, match=r"expected head\."):
-            load(tmp_path, **changes)
+            load(tmp_path, **given(*shapes))
 
 
 @pytest.mark.unchecked
 def test_a_model_of_sequences_is_refused_by_name(tmp_path):
-    model = Seq2Seq(
-        source_symbols=5, target_symbols=7, width=8, embedding_features=4, rngs=nnx.Rngs(0)
-    )
+    sizes = dict(source_symbols=5, target_symbols=7, width=8, embedding_features=4)
+    model = Seq2Seq(**sizes, rngs=nnx.Rngs(0))
     interop.save_weights(make(), tmp_path / "w")
     for names in interop.FORMATS:
         with pytest.raises(ValueError, match="expected a vision transformer, .* got a Seq2Seq"):
@@ -85,10 +78,8 @@ def test_a_model_of_sequences_is_refused_by_name(tmp_path):
 
 def test_shapes_are_compared_before_data_are_read(tmp_path):
     """A header of 8 GiB in a sparse file."""
-    header = {
-        "blocks.0.attn.qkv.weight": {"dtype": "F32", "shape": [2**31], "data_offsets": [0, 2**33]}
-    }
-    text = json.dumps(header).encode()
+    large = {"dtype": "F32", "shape": [2**31], "data_offsets": [0, 2**33]}
+    text = json.dumps({"blocks.0.attn.qkv.weight": large}).encode()
     with open(tmp_path / "w", "wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         stream.truncate(8 + len(text) + 2**33)
@@ -112,9 +103,7 @@ def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(
-        OSError, match="got: No space left on device; what was there is still there"
-    ):
+    with pytest.raises(OSError, match="got: No space left on device; what was there is still"):
         interop.save_weights(make(seed=2), path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == [path.name]

@@ -35,30 +35,18 @@ def images(side=12, channels=3):
 def timm_arrays(seed=0):
     """Random arrays with the shapes that timm's own state_dict has."""
     rng, width = np.random.default_rng(seed), 16
-    shapes = {
-        "cls_token": (1, 1, width),
-        "pos_embed": (1, 17, width),
-        "patch_embed.proj.weight": (width, 3, 3, 3),
-    }
-    shapes |= {"patch_embed.proj.bias": (width,), "head.weight": (5, width), "head.bias": (5,)}
+    # In the order of these names, on which numbers that timm gave depend.
+    shapes = {"cls_token": (1, 1, width), "pos_embed": (1, 17, width)}
+    shapes |= {"patch_embed.proj.weight": (width, 3, 3, 3), "patch_embed.proj.bias": (width,)}
+    shapes |= {"head.weight": (5, width), "head.bias": (5,)}
+    sizes = {"attn.qkv": (48, 16), "attn.proj": (16, 16), "mlp.fc1": (64, 16), "mlp.fc2": (16, 64)}
+    ends = [f"{norm}.{part}" for norm in ("norm1", "norm2") for part in ("weight", "bias")]
     for i in range(2):
-        sizes = {
-            "attn.qkv": (48, 16),
-            "attn.proj": (16, 16),
-            "mlp.fc1": (64, 16),
-            "mlp.fc2": (16, 64),
-        }
         shapes |= {f"blocks.{i}.{name}.weight": size for name, size in sizes.items()}
         shapes |= {f"blocks.{i}.{name}.bias": size[:1] for name, size in sizes.items()}
-        shapes |= {
-            f"blocks.{i}.{norm}.{part}": (width,)
-            for norm in ("norm1", "norm2")
-            for part in ("weight", "bias")
-        }
+        shapes |= {f"blocks.{i}.{end}": (width,) for end in ends}
     shapes |= {"norm.weight": (width,), "norm.bias": (width,)}
-    return {
-        name: (0.3 * rng.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()
-    }
+    return {name: (0.3 * rng.normal(size=shape)).astype("f") for name, shape in shapes.items()}
 
 
 def load(model, path, grid=(4, 4)):
@@ -134,16 +122,9 @@ def test_another_attention_on_dense_weights_keeps_what_its_score_learns(tmp_path
     model = make(score="additive", temperature="learned")
     before = np.asarray(model.blocks[0].attention.score["v"][...])
     kept = load(model, tmp_path / "timm.safetensors")
-    learned = {
-        name.removeprefix("blocks.1.attention.") for name in kept if name.startswith("blocks.1.")
-    }
-    assert learned == {
-        "score.bias",
-        "score.key_kernel",
-        "score.query_kernel",
-        "score.v",
-        "log_temperature",
-    }
+    learned = {name.rpartition(".attention.")[2] for name in kept if name.startswith("blocks.1.")}
+    score = {f"score.{name}" for name in ("bias", "key_kernel", "query_kernel", "v")}
+    assert learned == score | {"log_temperature"}
     assert all(".attention." in name for name in kept)
     np.testing.assert_array_equal(model.blocks[0].attention.score["v"][...], before)
 
@@ -153,9 +134,8 @@ def test_a_head_for_other_classes_stays_and_positions_are_resized(tmp_path):
     # Linear in both directions: bicubic interpolation gives linear functions again, away from the
     # edges.
     grid = np.arange(4)[:, None, None] + 10.0 * np.arange(4)[None, :, None] + np.zeros(16)
-    arrays["pos_embed"] = np.concatenate(
-        [7 * np.ones((1, 1, 16)), grid.reshape(1, 16, 16)], 1
-    ).astype(np.float32)
+    positions = np.concatenate([7 * np.ones((1, 1, 16)), grid.reshape(1, 16, 16)], 1)
+    arrays["pos_embed"] = positions.astype(np.float32)
     save_file(arrays, tmp_path / "timm.safetensors")
     model = make(image_size=24, num_classes=9)
     head = np.asarray(model.head.kernel[...])
@@ -164,9 +144,14 @@ def test_a_head_for_other_classes_stays_and_positions_are_resized(tmp_path):
     np.testing.assert_array_equal(model.pos_embed[0, 0], 7 * np.ones(16))
     resized = np.asarray(model.pos_embed[0, 1:]).reshape(8, 8, 16)
     inner = (np.arange(3, 5) + 0.5) / 2 - 0.5
-    np.testing.assert_allclose(
-        resized[3:5, 3:5, 0], inner[:, None] + 10.0 * inner[None, :], rtol=1e-5
-    )
+    np.testing.assert_allclose(resized[3:5, 3:5, 0], inner[:, None] + 10.0 * inner, rtol=1e-5)
+
+
+def zeros(*shape):
+    return np.zeros(shape, np.float32)
+
+
+GATED = r"a gated MLP \(SwiGLU\)"
 
 
 @pytest.mark.parametrize(
@@ -175,55 +160,19 @@ def test_a_head_for_other_classes_stays_and_positions_are_resized(tmp_path):
         (dict(width=32), {}, r"of shape \(96,\), got \(48,\)"),
         (dict(depth=1), {}, r"of 1 blocks, got blocks\.1\."),
         (dict(depth=3), {}, r"expected blocks\.2\..* among the weights, got none"),
-        (
-            {},
-            {"pos_embed": np.zeros((1, 18, 16), np.float32)},
-            "expected positions of 4 × 4 patches, .* with or without 1 more, got 18",
-        ),
+        ({}, {"pos_embed": zeros(1, 18, 16)}, "of 4 × 4 patches, .* or without 1 more, got 18"),
         (dict(pooling="mean"), {}, "without a class token, .* got cls_token; set"),
         (ADDER, {}, "got adder layers"),
-        (
-            {},
-            {"dist_token": np.zeros((1, 1, 16), np.float32)},
-            "got dist_token; set config.model.distilled",
-        ),
-        (
-            {},
-            {"reg_token": np.zeros((1, 4, 16), np.float32)},
-            "without register tokens, .* got reg_token; set",
-        ),
-        (
-            {},
-            {"blocks.1.mlp.w12.weight": np.zeros((128, 16), np.float32)},
-            r"a gated MLP \(SwiGLU\)",
-        ),
-        (
-            {},
-            {"blocks.1.mlp.fc1.weight": np.zeros((128, 16), np.float32)},
-            r"a gated MLP \(SwiGLU\) in blocks\.1\.mlp",
-        ),
-        ({}, {"blocks.0.attn.q_norm.weight": np.zeros(4, np.float32)}, "norms of queries and keys"),
-        (
-            {},
-            {"fc_norm.weight": np.zeros(16, np.float32)},
-            "without the last norm behind the pooling",
-        ),
-        ({}, {"norm_pre.weight": np.zeros(16, np.float32)}, "a norm in front of the blocks"),
-        (
-            {},
-            {"head.weight": np.zeros((5, 12), np.float32)},
-            r"expected head\.weight of shape \(5, 16\), got \(5, 12\)",
-        ),
-        (
-            {},
-            {"head.weight": np.zeros((7, 12), np.float32), "head.bias": np.zeros(7, np.float32)},
-            r"expected head\.\w+ of shape",
-        ),
-        (
-            {},
-            {"blocks.0.ls1.gamma": np.zeros(8, np.float32)},
-            r"blocks\.0\.ls1\.gamma of shape \(16,\), got \(8,\)",
-        ),
+        ({}, {"dist_token": zeros(1, 1, 16)}, "got dist_token; set config.model.distilled"),
+        ({}, {"reg_token": zeros(1, 4, 16)}, "without register tokens, .* got reg_token; set"),
+        ({}, {"blocks.1.mlp.w12.weight": zeros(128, 16)}, GATED),
+        ({}, {"blocks.1.mlp.fc1.weight": zeros(128, 16)}, GATED + r" in blocks\.1\.mlp"),
+        ({}, {"blocks.0.attn.q_norm.weight": zeros(4)}, "norms of queries and keys"),
+        ({}, {"fc_norm.weight": zeros(16)}, "without the last norm behind the pooling"),
+        ({}, {"norm_pre.weight": zeros(16)}, "a norm in front of the blocks"),
+        ({}, {"head.weight": zeros(5, 12)}, r"head\.weight of shape \(5, 16\), got \(5, 12\)"),
+        ({}, {"head.weight": zeros(7, 12), "head.bias": zeros(7)}, r"head\.\w+ of shape"),
+        ({}, {"blocks.0.ls1.gamma": zeros(8)}, r"ls1\.gamma of shape \(16,\), got \(8,\)"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(options, change, message, tmp_path):
@@ -238,9 +187,7 @@ def test_files_that_are_no_weights_are_refused(tmp_path):
     with pytest.raises(ValueError, match="text: expected a safetensors file"):
         interop.load_weights(make(), tmp_path / "text")
     save_file({"layer.weight": np.zeros(3)}, tmp_path / "other")
-    with pytest.raises(
-        ValueError, match="in the names of adder_flax, timm, .*, got .*layer.weight"
-    ):
+    with pytest.raises(ValueError, match="the names of adder_flax, timm, .*, got .*layer.weight"):
         interop.load_weights(make(), tmp_path / "other")
     with pytest.raises(FileNotFoundError):
         interop.load_weights(make(), tmp_path / "none")
@@ -249,15 +196,11 @@ def test_files_that_are_no_weights_are_refused(tmp_path):
 def test_what_others_have_no_name_for_is_not_written(tmp_path):
     with pytest.raises(ValueError, match="got adder layers"):
         interop.save_weights(make(**ADDER), tmp_path / "x", names="timm")
+    stem = make(image_size=16, patch_size=4, stem_channels=(5,))
     with pytest.raises(ValueError, match="got convolutions in front"):
-        interop.save_weights(
-            make(image_size=16, patch_size=4, stem_channels=(5,)), tmp_path / "x", names="timm"
-        )
-    for options in (
-        dict(norm_position="post"),
-        dict(num_heads=1, qkv_linear="identity"),
-        dict(mlp_linear="normed_dense"),
-    ):
+        interop.save_weights(stem, tmp_path / "x", names="timm")
+    post, bare = dict(norm_position="post"), dict(num_heads=1, qkv_linear="identity")
+    for options in (post, bare, dict(mlp_linear="normed_dense")):
         with pytest.raises(ValueError, match="got other blocks"):
             interop.save_weights(make(**options), tmp_path / "x", names="timm")
         interop.save_weights(make(**options), tmp_path / "own")
@@ -291,46 +234,28 @@ def test_a_run_starts_from_weights_and_its_average_too(tmp_path):
 def test_export_and_start_from_it_on_the_command_line(run_main, tmp_path):
     flags = ["--config=experiments/deit_tiny.py", *TINY_FLAGS]
     first, second = (f"--workdir={tmp_path / name}" for name in ("first", "second"))
-    done = run_main(*flags, first)
-    assert done.returncode == 0, done.stderr
-    done = run_main(*flags, first, "--mode=export", "--names=timm")
-    assert done.returncode == 0, done.stderr
+
+    def run(*more):
+        done = run_main(*flags, *more)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run(first)
     exported = tmp_path / "first" / "timm.safetensors"
-    assert str(exported) in done.stdout
-    done = run_main(
-        *flags,
-        second,
-        f"--config.init_from={exported}",
-        "--config.optimizer.learning_rate=1e-12",
-        "--config.optimizer.final_learning_rate=0.0",
-    )
-    assert done.returncode == 0, done.stderr
-    assert "at random: nothing" in done.stdout
+    assert str(exported) in run(first, "--mode=export", "--names=timm")
+    start = f"--config.init_from={exported}"
+    rates = {"learning_rate": 1e-12, "final_learning_rate": 0.0}
+    again = [second, start, *(f"--config.optimizer.{name}={x}" for name, x in rates.items())]
+    assert "at random: nothing" in run(*again)
     kept = exported.rename(tmp_path / "kept")
-    done = run_main(
-        *flags,
-        second,
-        f"--config.init_from={exported}",
-        "--config.optimizer.learning_rate=1e-12",
-        "--config.optimizer.final_learning_rate=0.0",
-    )
-    assert "already complete" in done.stdout, done.stderr  # the file is not needed to resume
+    assert "already complete" in run(*again)  # the file is not needed to resume
     kept.rename(exported)
-    accuracies = [
-        [
-            record
-            for record in map(json.loads, (tmp_path / name / "metrics.jsonl").open())
-            if "eval/loss" in record
-        ]
-        for name in ("first", "second")
-    ]
-    assert accuracies[1][0]["eval/loss"] == pytest.approx(accuracies[0][-1]["eval/loss"], rel=1e-4)
-    done = run_main(
-        *flags,
-        second + "_adder",
-        f"--config.init_from={exported}",
-        "--config.model.mlp_linear=adder",
-    )
+    losses = []
+    for name in ("first", "second"):
+        rows = map(json.loads, (tmp_path / name / "metrics.jsonl").open())
+        losses.append([row["eval/loss"] for row in rows if "eval/loss" in row])
+    assert losses[1][0] == pytest.approx(losses[0][-1], rel=1e-4)
+    done = run_main(*flags, second + "_adder", start, "--config.model.mlp_linear=adder")
     assert done.returncode == 2
     assert "got adder layers" in done.stderr
     assert "Traceback" not in done.stderr
@@ -340,14 +265,10 @@ def test_layer_scale_and_positions_without_an_entry_for_the_class_token(tmp_path
     """DeiT III: every branch is multiplied by a vector, and the class token has no position."""
     arrays = timm_arrays()
     rng = np.random.default_rng(5)
-    gammas = {
-        f"blocks.{i}.ls{n}.gamma": rng.normal(size=16).astype(np.float32)
-        for i in (0, 1)
-        for n in (1, 2)
-    }
-    save_file(
-        arrays | gammas | {"pos_embed": arrays["pos_embed"][:, 1:]}, tmp_path / "deit3.safetensors"
-    )
+    names = [f"blocks.{i}.ls{n}.gamma" for i in (0, 1) for n in (1, 2)]
+    gammas = {name: rng.normal(size=16).astype(np.float32) for name in names}
+    patches = {"pos_embed": arrays["pos_embed"][:, 1:]}
+    save_file(arrays | gammas | patches, tmp_path / "deit3.safetensors")
     for i in (0, 1):
         for n, layer in ((1, "attn.proj"), (2, "mlp.fc2")):
             gamma = gammas[f"blocks.{i}.ls{n}.gamma"]
@@ -359,126 +280,77 @@ def test_layer_scale_and_positions_without_an_entry_for_the_class_token(tmp_path
         model = make(**options)
         assert load(model, tmp_path / "deit3.safetensors") == ()
         close(model(images()), expected)
-    np.testing.assert_array_equal(
-        model.blocks[1].layer_scale2.scale[...], gammas["blocks.1.ls2.gamma"]
-    )
     interop.save_weights(model, tmp_path / "again.safetensors", names="timm")
-    assert (
-        load_file(tmp_path / "again.safetensors")["blocks.1.ls2.gamma"]
-        == gammas["blocks.1.ls2.gamma"]
-    ).all()
-    interop.save_weights(
-        model, tmp_path / "folded.safetensors", names="hugging_face"
-    )  # has no LayerScale
+    written = load_file(tmp_path / "again.safetensors")["blocks.1.ls2.gamma"]
+    for found in (model.blocks[1].layer_scale2.scale[...], written):
+        np.testing.assert_array_equal(found, gammas["blocks.1.ls2.gamma"])
+    # Which has no LayerScale:
+    interop.save_weights(model, tmp_path / "folded.safetensors", names="hugging_face")
     plain = make(seed=1)
     assert load(plain, tmp_path / "folded.safetensors") == ()
     close(plain(images()), expected)
 
 
-TIMM_SIZES = {
-    "img_size": 12,
-    "patch_size": 3,
-    "num_classes": 5,
-    "embed_dim": 16,
-    "depth": 2,
-    "num_heads": 4,
-}
+TIMM_SIZES = dict(img_size=12, patch_size=3, num_classes=5, embed_dim=16, depth=2, num_heads=4)
 TIMM = {"architecture": "vit_tiny_patch16_224", "global_pool": "token", "model_args": TIMM_SIZES}
-HUGGING_FACE = {
-    "model_type": "vit",
-    "image_size": 12,
-    "num_attention_heads": 4,
-    "hidden_act": "gelu",
-    "layer_norm_eps": 1e-6,
-}
+HUGGING_FACE = dict(model_type="vit", image_size=12, num_attention_heads=4, hidden_act="gelu")
+HUGGING_FACE |= dict(layer_norm_eps=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("names", "config", "message"),
-    [
-        ("timm", TIMM, None),
-        (
-            "timm",
-            TIMM | {"model_args": {}},
-            "heads is 4, as the model's, got 3 by what .*config.json says; set",
-        ),
-        (
-            "timm",
-            TIMM | {"model_args": TIMM_SIZES | {"act_layer": "relu"}},
-            "activation is gelu, .* got relu",
-        ),
-        ("timm", TIMM | {"model_args": TIMM_SIZES | {"act_layer": "gelu_tanh"}}, "got gelu_tanh"),
-        (
-            "timm",
-            TIMM | {"model_args": TIMM_SIZES | {"block_fn": "ResPostBlock"}},
-            "one with block_fn=ResPostBlock",
-        ),
-        (
-            "timm",
-            TIMM | {"model_args": TIMM_SIZES | {"norm_layer": "rmsnorm"}},
-            "LayerNorm, got norm_layer=rmsnorm",
-        ),
-        ("timm", TIMM | {"global_pool": "avg"}, "pooling is cls, .* got mean"),
-        (
-            "timm",
-            TIMM | {"architecture": "vit_base_patch16_rpn_224"},
-            "its activation, place of the norms, epsilon of",
-        ),
-        (
-            "timm",
-            {"labels": []},
-            "its number of heads, activation, place of the norms, .*pooling, grid of patches",
-        ),
-        (
-            "timm",
-            None,
-            'got no config.json beside them; put .*, or write there .*"adder_flax.network": ',
-        ),
-        ("timm", "{", "expected a configuration in JSON in .*config.json"),
-        ("timm", TIMM | {"model_args": 3}, "expected model_args by name"),
-        ("hugging_face", HUGGING_FACE, None),
-        ("transformers_5", HUGGING_FACE, None),
-        (
-            "hugging_face",
-            HUGGING_FACE | {"num_attention_heads": 2},
-            "number of heads is 4, .* got 2",
-        ),
-        ("hugging_face", HUGGING_FACE | {"hidden_act": "relu"}, "activation is gelu, .* got relu"),
-        (
-            "hugging_face",
-            HUGGING_FACE | {"layer_norm_eps": 1e-12},
-            "got 1e-12 .*; set config.model.norm_epsilon",
-        ),
-        (
-            "hugging_face",
-            {"model_type": "dinov2"},
-            "of Hugging Face's vit or deit, got .* of dinov2",
-        ),
-        (
-            "hugging_face",
-            HUGGING_FACE | {"layer_norm_eps": "x"},
-            "expected a number in config.json, got x",
-        ),
-        (
-            "hugging_face",
-            HUGGING_FACE | {"num_attention_heads": 4.5},
-            "expected a whole number in config.json, got 4.5",
-        ),
-        ("hugging_face", None, "got no config.json"),
-        ("adder_flax", None, "got no entry adder_flax.network in the file"),
-    ],
-)
+def timm(**more):
+    return TIMM | {"model_args": TIMM_SIZES | more}
+
+
+UNKNOWN = [
+    (TIMM, None),
+    (
+        TIMM | {"model_args": {}},
+        "heads is 4, as the model's, got 3 by what .*config.json says",
+    ),
+    (timm(act_layer="relu"), "activation is gelu, .* got relu"),
+    (timm(act_layer="gelu_tanh"), "got gelu_tanh"),
+    (timm(block_fn="ResPostBlock"), "one with block_fn=ResPostBlock"),
+    (timm(norm_layer="rmsnorm"), "LayerNorm, got norm_layer=rmsnorm"),
+    (TIMM | {"global_pool": "avg"}, "pooling is cls, .* got mean"),
+    (
+        TIMM | {"architecture": "vit_base_patch16_rpn_224"},
+        "its activation, place of the norms,",
+    ),
+    ({"labels": []}, "its number of heads, activation, place of the norms, .*pooling, grid of pat"),
+    (None, 'got no config.json beside them; put .*, or write there .*"adder_flax.network": '),
+    ("{", "expected a configuration in JSON in .*config.json"),
+    (TIMM | {"model_args": 3}, "expected model_args by name"),
+]
+UNKNOWN = [("timm", *case) for case in UNKNOWN]
+UNKNOWN += [
+    ("hugging_face", fields if fields is None else HUGGING_FACE | fields, message)
+    for fields, message in (
+        ({}, None),
+        ({"num_attention_heads": 2}, "number of heads is 4, .* got 2"),
+        ({"hidden_act": "relu"}, "activation is gelu, .* got relu"),
+        ({"layer_norm_eps": 1e-12}, "got 1e-12 .*; set config.model.norm_epsilon"),
+        ({"model_type": "dinov2"}, "of Hugging Face's vit or deit, got .* of dinov2"),
+        ({"layer_norm_eps": "x"}, "expected a number in config.json, got x"),
+        ({"num_attention_heads": 4.5}, "expected a whole number in config.json, got 4.5"),
+        (None, "got no config.json"),
+    )
+]
+UNKNOWN += [
+    ("transformers_5", HUGGING_FACE, None),
+    ("adder_flax", None, "got no entry adder_flax.network in the file"),
+]
+
+
+@pytest.mark.parametrize(("names", "config", "message"), UNKNOWN)
 def test_what_arrays_do_not_tell_is_read_beside_them_or_refused_by_name(
     names, config, message, tmp_path
 ):
     interop.save_weights(make(), tmp_path / "own", names=names)
-    save_file(
-        load_file(tmp_path / "own"), tmp_path / "w"
-    )  # without what this project writes into the header
+    # Without what this project writes into the header.
+    save_file(load_file(tmp_path / "own"), tmp_path / "w")
     if config is not None:
-        (tmp_path / "config.json").write_text(
-            config if isinstance(config, str) else json.dumps(config)
-        )
+        text = config if isinstance(config, str) else json.dumps(config)
+        (tmp_path / "config.json").write_text(text)
     if message is None:
         assert interop.load_weights(make(seed=1), tmp_path / "w") == ()
     else:
@@ -488,13 +360,9 @@ def test_what_arrays_do_not_tell_is_read_beside_them_or_refused_by_name(
 
 def test_what_the_header_says_counts_more_than_what_lies_beside(tmp_path):
     interop.save_weights(make(), tmp_path / "w", names="timm")
-    with pytest.raises(
-        ValueError, match="number of heads is 2, .* got 4 by the entry adder_flax.network"
-    ):
+    with pytest.raises(ValueError, match="heads is 2, .* got 4 by the entry adder_flax.network"):
         load(make(num_heads=2), tmp_path / "w")
-    with pytest.raises(
-        ValueError, match="epsilon of the norms is 1e-05, .* got 1e-06 .*; set config.model"
-    ):
+    with pytest.raises(ValueError, match="epsilon .* is 1e-05, .* got 1e-06 .*; set config.model"):
         load(make(norm_epsilon=1e-5), tmp_path / "w")
 
 
@@ -524,10 +392,7 @@ def test_a_folder_says_what_its_files_do_not_and_a_card_what_was_measured(run_ma
 def test_what_hugging_face_has_no_class_for_is_no_folder(tmp_path):
     options = dict(label_names=list("abcde"), mean=[0.5] * 3, std=[0.5] * 3)
     for model, message in (
-        (
-            make(score="adder"),
-            "dot-product attention for weights in the names of hugging_face, got adder",
-        ),
+        (make(score="adder"), "dot-product attention .* the names of hugging_face, got adder"),
         (make(pooling="mean"), "got pooling 'mean', 0 tokens in front"),
         (make(registers=2), "got pooling 'cls', 3 tokens in front"),
         (make(fc_norm=True), "reads its class token behind the last norm"),

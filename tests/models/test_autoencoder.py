@@ -35,12 +35,8 @@ def test_it_is_its_formula():
 def test_first_weights_have_the_scale_of_their_fan_in():
     model = Autoencoder((300, 200), image_shape=(20, 20, 1), rngs=nnx.Rngs(0))
     layers = [*model.encoder, *model.decoder]
-    assert [layer.kernel.shape for layer in layers] == [
-        (400, 300),
-        (300, 200),
-        (200, 300),
-        (300, 400),
-    ]
+    shapes = [(400, 300), (300, 200), (200, 300), (300, 400)]
+    assert [layer.kernel.shape for layer in layers] == shapes
     for layer in layers:
         scaled = np.asarray(layer.kernel[...]) * layer.in_features**0.5
         assert np.std(scaled) == pytest.approx(1, abs=0.02)

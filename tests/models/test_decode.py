@@ -10,6 +10,7 @@ import pytest
 from adder_flax.models._decode import beam_search, greedy_decode
 
 SYMBOLS, END, LENGTH = 4, 1, 4
+OPTIONS = dict(end_symbol=END, max_length=LENGTH)
 
 
 @pytest.fixture
@@ -49,39 +50,32 @@ def all_sequences():
 
 def test_a_beam_wide_enough_finds_the_likeliest_sequences(tables):
     step, state = step_of(tables, len(tables))
-    sequences, log_probabilities = beam_search(
-        step, state, len(tables), end_symbol=END, max_length=LENGTH, num_beams=SYMBOLS**LENGTH
-    )
+    options = OPTIONS | dict(num_beams=SYMBOLS**LENGTH)
+    sequences, log_probabilities = beam_search(step, state, len(tables), **options)
     for table, found, values in zip(tables, sequences, log_probabilities, strict=True):
         ranked = sorted(all_sequences(), key=lambda s: -log_probability(table, s))
         assert found[:10].tolist() == [list(s) for s in ranked[:10]]
-        np.testing.assert_allclose(
-            values[:10], [log_probability(table, s) for s in ranked[:10]], rtol=1e-5
-        )
+        expected = [log_probability(table, s) for s in ranked[:10]]
+        np.testing.assert_allclose(values[:10], expected, rtol=1e-5)
 
 
 def test_one_beam_is_greedy_decoding(tables):
     step, state = step_of(tables, len(tables))
-    options = dict(end_symbol=END, max_length=LENGTH)
-    one, _ = beam_search(step, state, len(tables), num_beams=1, **options)
-    assert one[:, 0].tolist() == greedy_decode(step, state, len(tables), **options).tolist()
+    one, _ = beam_search(step, state, len(tables), num_beams=1, **OPTIONS)
+    assert one[:, 0].tolist() == greedy_decode(step, state, len(tables), **OPTIONS).tolist()
 
 
 def test_more_beams_never_find_a_less_likely_best(tables):
     step, state = step_of(tables, len(tables))
-    best = [
-        beam_search(step, state, len(tables), end_symbol=END, max_length=LENGTH, num_beams=n)[1][
-            :, 0
-        ]
-        for n in (1, SYMBOLS**LENGTH)
-    ]
+    search = lambda n: beam_search(step, state, len(tables), num_beams=n, **OPTIONS)
+    best = [search(n)[1][:, 0] for n in (1, SYMBOLS**LENGTH)]
     assert (best[1] >= best[0] - 1e-6).all()
     assert (best[1] > best[0] + 1e-3).any()
 
 
 def test_greedy_decoding_takes_the_largest_logit_until_the_end(tables):
     step, state = step_of(tables, len(tables))
-    found = greedy_decode(step, state, len(tables), end_symbol=END, max_length=LENGTH)
+    found = greedy_decode(step, state, len(tables), **OPTIONS)
     for table, sequence in zip(np.asarray(tables), found.tolist(), strict=True):
         before, last, expected = END, END, []
         while len(expected) < LENGTH:

@@ -8,25 +8,13 @@ from flax import nnx
 
 from adder_flax.models._seq2seq import Seq2Seq
 
-SCORES = [
-    "adder",
-    *(
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in ("additive", "bilinear", "dot", "gaussian")
-    ),
-]
+SLOW = ("additive", "bilinear", "dot", "gaussian")
+SCORES = ["adder", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
 def make(score="additive", **options):
-    return Seq2Seq(
-        source_symbols=9,
-        target_symbols=7,
-        width=12,
-        embedding_features=5,
-        score=score,
-        rngs=nnx.Rngs(0),
-        **options,
-    )
+    sizes = dict(source_symbols=9, target_symbols=7, width=12, embedding_features=5)
+    return Seq2Seq(**sizes, score=score, rngs=nnx.Rngs(0), **options)
 
 
 @pytest.fixture
@@ -66,18 +54,16 @@ def test_no_logit_depends_on_its_own_or_a_later_target(batch):
 
 def test_states_are_those_of_flax_cells_run_by_hand(batch):
     model, (source, _) = make(), batch
-    memory = model.encode(source)
+    memory, close = model.encode(source), dict(rtol=1e-5, atol=1e-6)
     for row, length in enumerate((6, 4, 1)):
-        state = jnp.zeros((1, 6))
-        for place in range(length):
-            state, _ = model.forward(state, model.source_embedding(source[row : row + 1, place]))
-        np.testing.assert_allclose(
-            memory.states[row, length - 1, :6], state[0], rtol=1e-5, atol=1e-6
-        )
-        state = jnp.zeros((1, 6))
-        for place in reversed(range(length)):
-            state, _ = model.backward(state, model.source_embedding(source[row : row + 1, place]))
-        np.testing.assert_allclose(memory.states[row, 0, 6:], state[0], rtol=1e-5, atol=1e-6)
+        states = []
+        for cell, places in ((model.forward, range(length)), (model.backward, range(length)[::-1])):
+            state = jnp.zeros((1, 6))
+            for place in places:
+                state, _ = cell(state, model.source_embedding(source[row : row + 1, place]))
+            states.append(state[0])
+        np.testing.assert_allclose(memory.states[row, length - 1, :6], states[0], **close)
+        np.testing.assert_allclose(memory.states[row, 0, 6:], states[1], **close)
 
 
 @pytest.mark.parametrize("score", SCORES)

@@ -11,16 +11,8 @@ import pytest
 from adder_flax import attention, models
 from tests.modules import randomised, run
 
-TINY = dict(
-    image_size=4,
-    patch_size=2,
-    channels=1,
-    num_classes=3,
-    width=8,
-    depth=3,
-    num_heads=2,
-    mlp_ratio=2.0,
-)
+TINY = dict(image_size=4, patch_size=2, channels=1, num_classes=3)
+TINY |= dict(width=8, depth=3, num_heads=2, mlp_ratio=2.0)
 ADDER = dict(score="adder", qkv_linear="adder", proj_linear="adder", mlp_linear="adder")
 
 
@@ -39,12 +31,9 @@ def count(model):
 def transformer_parameters(width, depth, tokens, patch_features, classes, mlp_ratio=4):
     linear = lambda inputs, outputs: inputs * outputs + outputs
     norm = 2 * width
-    block = (
-        2 * norm
-        + 4 * linear(width, width)
-        + linear(width, mlp_ratio * width)
-        + linear(mlp_ratio * width, width)
-    )
+    hidden = mlp_ratio * width
+    mlp = linear(width, hidden) + linear(hidden, width)
+    block = 2 * norm + 4 * linear(width, width) + mlp
     embedding = linear(patch_features, width) + width + tokens * width
     return embedding + depth * block + norm + linear(width, classes)
 
@@ -75,12 +64,8 @@ def test_names_in_the_parameter_tree():
     assert "cls_token" not in mean
     assert mean["pos_embed"].shape == (1, 4, 8)
     additive = nnx.to_pure_dict(nnx.state(make(score="additive"), nnx.Param))
-    assert set(additive["blocks"][0]["attention"]["score"]) == {
-        "query_kernel",
-        "key_kernel",
-        "bias",
-        "v",
-    }
+    names = {"query_kernel", "key_kernel", "bias", "v"}
+    assert set(additive["blocks"][0]["attention"]["score"]) == names
 
 
 def loss_and_gradients(model, deterministic=True):
@@ -90,21 +75,15 @@ def loss_and_gradients(model, deterministic=True):
     @jax.jit
     def run(params, key):
         def loss(params):
-            model = nnx.merge(graphdef, params)
-            return jnp.sum(
-                jnp.sin(model(images(), deterministic=deterministic, rngs=nnx.Rngs(dropout=key)))
-            )
+            options = dict(deterministic=deterministic, rngs=nnx.Rngs(dropout=key))
+            return jnp.sum(jnp.sin(nnx.merge(graphdef, params)(images(), **options)))
 
         return jax.value_and_grad(loss)(params)
 
     return lambda seed: run(nnx.to_pure_dict(params), jax.random.key(seed))
 
 
-WAYS = dict(
-    loop=dict(scan_blocks=True),
-    recomputed=dict(remat=True),
-    both=dict(scan_blocks=True, remat=True),
-)
+BOTH = dict(scan_blocks=True, remat=True)
 close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
 
 
@@ -112,7 +91,7 @@ close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
 def test_loop_and_recomputation_change_nothing():
     options = dict(score="adder", mlp_linear="adder", depth=2)
     expected = loss_and_gradients(make(**options))(0)
-    for way in WAYS.values():
+    for way in (dict(scan_blocks=True), dict(remat=True), BOTH):
         jax.tree.map(close, loss_and_gradients(make(**options, **way))(0), expected)
 
 
@@ -120,7 +99,7 @@ def test_loop_and_recomputation_change_nothing():
 def test_the_loop_draws_the_same_random_numbers():
     options = dict(depth=2, drop_path_rate=0.3, dropout_rate=0.1, attention_dropout_rate=0.1)
     run = functools.partial(loss_and_gradients, deterministic=False)
-    unrolled, looped = run(make(**options)), run(make(**options, **WAYS["both"]))
+    unrolled, looped = run(make(**options)), run(make(**options, **BOTH))
     jax.tree.map(close, looped(0), unrolled(0))
     assert unrolled(1)[0] != unrolled(0)[0]
 
@@ -130,20 +109,16 @@ def test_blocks_of_keys_change_nothing():
     options = dict(score=["adder", "additive"], depth=2)
     whole, blocks = make(**options), make(**options, key_block=2)
     np.testing.assert_allclose(run(blocks, images()), run(whole, images()), rtol=1e-5, atol=1e-5)
-    for ours, theirs in zip(
-        attention.capture_attention(blocks, images()),
-        attention.capture_attention(whole, images()),
-        strict=True,
-    ):
+    pairs = zip(*(attention.capture_attention(m, images()) for m in (blocks, whole)), strict=True)
+    for ours, theirs in pairs:
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("graph", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_training_reaches_every_parameter(graph):
     with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph):
-        _, gradients = loss_and_gradients(
-            make(score=["dot", "bilinear", "additive"], mlp_linear="adder")
-        )(0)
+        model = make(score=["dot", "bilinear", "additive"], mlp_linear="adder")
+        _, gradients = loss_and_gradients(model)(0)
     dead = [path for path, g in jax.tree.leaves_with_path(gradients) if not np.any(g)]
     # A constant added to all keys shifts every row of dot and bilinear logits by a constant:
     # softmax ignores it.
@@ -176,9 +151,8 @@ def test_bfloat16_computation_keeps_float32_parameters_and_logits():
     assert logits.dtype == jnp.float32
     np.testing.assert_allclose(logits, run(wide, images()), rtol=0.1, atol=0.1)
     graphdef, params = nnx.split(half, nnx.Param)
-    gradients = jax.eval_shape(
-        jax.grad(lambda params: nnx.merge(graphdef, params)(images()).sum()), params
-    )
+    gradient = jax.grad(lambda params: nnx.merge(graphdef, params)(images()).sum())
+    gradients = jax.eval_shape(gradient, params)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(gradients))
 
 
@@ -189,12 +163,9 @@ def test_stochastic_depth_rises_linearly():
 
 def test_score_per_block_and_identity():
     options = [None, {"gradient": "full"}, {"hidden_dim": 3}]
-    model = make(score=["dot", "adder", "additive"], score_options=options, identity=False)
-    assert [block.attention.settings.score for block in model.blocks] == [
-        "dot",
-        "adder",
-        "additive",
-    ]
+    scores = ["dot", "adder", "additive"]
+    model = make(score=scores, score_options=options, identity=False)
+    assert [block.attention.settings.score for block in model.blocks] == scores
     assert model.blocks[2].attention.score["v"].shape == (2, 3)
     assert [block.attention.settings.identity for block in model.blocks] == [False] * 3
 
@@ -205,16 +176,10 @@ def test_score_per_block_and_identity():
         (dict(num_heads=3), "width divisible by num_heads, got width 8 and 3 heads"),
         (dict(patch_size=3), "divisible by patch_size, got 4 x 4 pixels and patches of 3"),
         (dict(score="laplace"), "expected a score among .*gaussian, got 'laplace'"),
-        (
-            dict(score=["dot", "adder"]),
-            "score to be one setting or a list of depth = 3, got a list of 2",
-        ),
+        (dict(score=["dot", "adder"]), "one setting or a list of depth = 3, got a list of 2"),
         (dict(mlp_linear="sparse"), "'dense', 'normed_dense', 'adder' or 'identity', got 'sparse'"),
         (dict(pooling="max"), "pooling 'cls' or 'mean', got 'max'"),
-        (
-            dict(score=["dot", "dot", "adder"], scan_blocks=True),
-            "scan_blocks expects blocks that are alike",
-        ),
+        (dict(score=["dot", "dot", "adder"], scan_blocks=True), "expects blocks that are alike"),
         (dict(depth=0), "depth of at least 1, got 0"),
     ],
 )

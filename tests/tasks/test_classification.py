@@ -21,16 +21,9 @@ LOGITS = np.random.default_rng(0).normal(0, 2, (3, 4))
 TARGETS = np.array([[0, 1, 0, 0], [0.3, 0, 0, 0.7], [0, 0, 1, 0]], np.float32)
 
 
-STILL = {
-    f"task.{name}": 0.0
-    for name in ("mixup_alpha", "cutmix_alpha", "erase_probability", "flip_probability")
-}
-STILL |= {
-    "task.resized_crop_scale": (),
-    "num_epochs": 6.0,
-    "model.layer_scale": 1.0,
-    "model.width": 32,
-}
+OFF = ("mixup_alpha", "cutmix_alpha", "erase_probability", "flip_probability")
+STILL = {f"task.{name}": 0.0 for name in OFF} | {"task.resized_crop_scale": ()}
+STILL |= {"num_epochs": 6.0, "model.layer_scale": 1.0, "model.width": 32}
 
 
 class Fixed(nnx.Module):
@@ -58,11 +51,8 @@ def by_formula(loss, logits=LOGITS):
 
 def sigmoid_config(**fields):
     config = common.deit("multiplicative", "tiny")
-    config.update_from_flattened_dict(
-        TINY
-        | {"task.loss": "sigmoid", "task.label_smoothing": 0.0, "model.layer_scale": 0.1}
-        | fields
-    )
+    own = {"task.loss": "sigmoid", "task.label_smoothing": 0.0, "model.layer_scale": 0.1}
+    config.update_from_flattened_dict(TINY | own | fields)
     return config
 
 
@@ -81,9 +71,7 @@ def test_the_curvature_of_the_sigmoid_loss_is_its_hessian():
     for place in np.ndindex(*LOGITS.shape):
         moved = np.zeros(LOGITS.shape)
         moved[place] = step
-        below, here, above = (
-            by_formula("sigmoid", LOGITS + factor * moved) for factor in (-1, 0, 1)
-        )
+        below, here, above = (by_formula("sigmoid", LOGITS + n * moved) for n in (-1, 0, 1))
         second[place] = len(LOGITS) * (below - 2 * here + above) / step**2
     np.testing.assert_allclose(np.square(columns[0, ..., 0]), second, rtol=1e-4, atol=1e-8)
 
@@ -91,11 +79,8 @@ def test_the_curvature_of_the_sigmoid_loss_is_its_hessian():
 @pytest.mark.parametrize("optimizer", ["lamb", "kfac"])
 @pytest.mark.slow
 def test_a_batch_is_learned_by_heart(optimizer):
-    rates = {
-        "optimizer.learning_rate": 0.01,
-        "optimizer.kfac.step": "share",
-        "optimizer.kfac.learning_rate": 0.3,
-    }
+    rates = {"optimizer.learning_rate": 0.01, "optimizer.kfac.learning_rate": 0.3}
+    rates["optimizer.kfac.step"] = "share"
     run = training.build_run(sigmoid_config(**STILL | rates | {"optimizer.name": optimizer}))
     state, losses = run.init(), []
     for _ in range(250):
@@ -106,14 +91,12 @@ def test_a_batch_is_learned_by_heart(optimizer):
 
 
 def test_smoothing_and_a_teacher_are_refused_with_it():
-    with pytest.raises(
-        SettingsError, match=r"label_smoothing: expected 0 with .*loss='sigmoid'.*got 0.1"
-    ):
+    said = r"label_smoothing: expected 0 with .*loss='sigmoid'.*got 0.1"
+    with pytest.raises(SettingsError, match=said):
         read(RunSettings, sigmoid_config(**{"task.label_smoothing": 0.1}))
     config = sigmoid_config()
-    config.task = ConfigDict(
-        defaults(DistillationSettings) | {"teacher": "somewhere", "loss": "sigmoid"}
-    )
+    own = {"teacher": "somewhere", "loss": "sigmoid"}
+    config.task = ConfigDict(defaults(DistillationSettings) | own)
     config.task.label_smoothing = 0.0
     with pytest.raises(SettingsError, match="loss: expected 'softmax'.*got 'sigmoid'"):
         read(RunSettings, config)

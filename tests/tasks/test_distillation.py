@@ -1,7 +1,6 @@
 """Distillation: the loss against NumPy, teachers of every kind in one process, a student that
 follows its teacher."""
 
-import dataclasses
 import json
 
 import jax
@@ -25,10 +24,15 @@ def log_softmax(x):
 
 
 def make_model(**options):
-    sizes = dict(
-        image_size=8, patch_size=4, channels=1, num_classes=10, width=16, depth=1, num_heads=2
-    )
+    sizes = dict(image_size=8, patch_size=4, channels=1, num_classes=10)
+    sizes |= dict(width=16, depth=1, num_heads=2)
     return models.VisionTransformer(**sizes | options, rngs=nnx.Rngs(0))
+
+
+def task_of(kind):
+    numbers = dict(distillation_share=0.3, distillation_temperature=2.0)
+    settings = tasks.DistillationSettings(teacher="x", distillation=kind, **numbers)
+    return tasks.Distillation(settings, FACTS)
 
 
 @pytest.mark.parametrize("kind", ["hard", "soft"])
@@ -37,10 +41,7 @@ def test_the_loss_is_that_of_the_paper(kind, distilled):
     rng = np.random.default_rng(0)
     images, taught = rng.normal(size=(6, 8, 8, 1)).astype("f"), rng.normal(size=(6, 10)).astype("f")
     targets = rng.dirichlet(np.ones(10), 6).astype("f")
-    fields = dict(
-        teacher="x", distillation=kind, distillation_share=0.3, distillation_temperature=2.0
-    )
-    task = tasks.Distillation(dataclasses.replace(tasks.DistillationSettings(), **fields), FACTS)
+    task = task_of(kind)
     model = make_model(distilled=distilled)
     outcome = task.loss(model, (images, targets, taught), rngs=nnx.Rngs(0))
     heads = np.asarray(model.heads(images), np.float64)
@@ -75,10 +76,7 @@ def test_the_curvature_is_the_hessian_of_both_terms(kind, num_heads):
     rng = np.random.default_rng(0)
     logits, taught = rng.normal(size=(2, num_heads, 3)), rng.normal(size=(2, 3))
     targets = jnp.asarray(rng.dirichlet(np.ones(3), 2), jnp.float32)
-    fields = dict(
-        teacher="x", distillation=kind, distillation_share=0.3, distillation_temperature=2.0
-    )
-    task = tasks.Distillation(dataclasses.replace(tasks.DistillationSettings(), **fields), FACTS)
+    task = task_of(kind)
 
     def outcome(logits):
         return task.loss(Fixed(logits), (jnp.zeros((2, 1)), targets, taught), rngs=nnx.Rngs(0))
@@ -143,9 +141,8 @@ def test_a_run_teaches_and_its_files_are_read_again_to_resume(teacher_run, tmp_p
     assert again.evaluation == first.evaluation
     rows = [json.loads(line) for line in (tmp_path / "student" / "metrics.jsonl").open()]
     assert {"train/teacher_loss", "train/teacher_agreement"} <= rows[0].keys()
-    assert not [
-        leaf for leaf in jax.tree.leaves(first.state) if leaf.shape == (3, 3, 1, 4)
-    ]  # none of the teacher's
+    # None of the teacher's:
+    assert not [leaf for leaf in jax.tree.leaves(first.state) if leaf.shape == (3, 3, 1, 4)]
 
 
 def test_the_teachers_parameters_are_arguments_of_the_step(teacher_run):
@@ -171,36 +168,24 @@ def test_weights_of_timm_and_hugging_face_teach_by_path(tmp_path):
         (folder / "config.json").write_text(json.dumps(config))
         run = training.build_run(taught_by(folder / "model.safetensors"))
         images, _, taught = run.task.examples(jax.random.key(0), run.train_source.first(4))
-        seen = (
-            images
-            if names == "hugging_face"
-            else (images * np.array(std) + np.array(mean) - 0.5) / 0.5
-        )
+        own = (images * np.array(std) + np.array(mean) - 0.5) / 0.5
+        seen = images if names == "hugging_face" else own
         np.testing.assert_allclose(taught, model(seen), rtol=1e-4, atol=1e-5)
 
 
 def test_a_teacher_that_cannot_teach_is_refused_in_one_message(teacher_run, tmp_path):
-    with pytest.raises(training.RunError, match="config.task.teacher: expected .* got nothing"):
-        training.build_run(taught_by(""))
-    with pytest.raises(training.RunError, match="expected the directory of a run"):
-        training.build_run(taught_by(tmp_path))
-    with pytest.raises(training.RunError, match="got nothing at .*none; train it first"):
-        training.build_run(taught_by(tmp_path / "none"))
-    with pytest.raises(training.RunError, match="teacher for images of 16 pixels, .* which saw 8"):
-        training.build_run(
-            taught_by(teacher_run[0], **{"data.name": "fake", "data.image_size": 16})
-        )
-    interop.save_weights(make_model(num_classes=7), tmp_path / "timm.safetensors", names="timm")
-    with pytest.raises(
-        training.RunError, match="expected a head for 10 classes in .*: head.bias, head.kernel"
+    run, other = teacher_run[0], tmp_path / "timm.safetensors"
+    interop.save_weights(make_model(num_classes=7), other, names="timm")
+    own = tmp_path / "own.safetensors"
+    interop.save_weights(make_model(), own)
+    for teacher, fields, message in (
+        ("", {}, "config.task.teacher: expected .* got nothing"),
+        (tmp_path, {}, "expected the directory of a run"),
+        (tmp_path / "none", {}, "got nothing at .*none; train it first"),
+        (run, {"data.name": "fake", "data.image_size": 16}, "of 16 pixels, .* which saw 8"),
+        (other, {}, "expected a head for 10 classes in .*: head.bias, head.kernel"),
+        (own, {}, "take the directory of the run"),
+        (run, {"model.distilled": True, "model.pooling": "mean"}, "distilled: expected False with"),
     ):
-        training.build_run(taught_by(tmp_path / "timm.safetensors"))
-    interop.save_weights(make_model(), tmp_path / "own.safetensors")
-    with pytest.raises(training.RunError, match="take the directory of the run"):
-        training.build_run(taught_by(tmp_path / "own.safetensors"))
-    config = taught_by(teacher_run[0])
-    config.model.update(distilled=True, pooling="mean")
-    with pytest.raises(
-        training.RunError, match="config.model.distilled: expected False without a class token"
-    ):
-        training.build_run(config)
+        with pytest.raises(training.RunError, match=message):
+            training.build_run(taught_by(teacher, **fields))

@@ -16,9 +16,8 @@ from adder_flax.tasks import _swap
 from tests.training.tiny import TINY
 
 SIZES = dict(image_size=8, patch_size=4, channels=1, num_classes=10, width=8, depth=2, num_heads=2)
-ADDER = dict(
-    score="adder", identity=False, qkv_linear="adder", proj_linear="adder", mlp_linear="adder"
-)
+ADDER = dict(score="adder", identity=False)
+ADDER |= dict.fromkeys(("qkv_linear", "proj_linear", "mlp_linear"), "adder")
 
 
 def make(seed=0, **options):
@@ -26,9 +25,8 @@ def make(seed=0, **options):
     model = models.VisionTransformer(**SIZES | options, rngs=nnx.Rngs(seed))
     graphdef, params = nnx.split(model, nnx.Param)
     rng = np.random.default_rng(seed)
-    return nnx.merge(
-        graphdef, jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape).astype(x.dtype), params)
-    )
+    moved = lambda x: x + 0.3 * rng.normal(size=x.shape).astype(x.dtype)
+    return nnx.merge(graphdef, jax.tree.map(moved, params))
 
 
 def images(count=6):
@@ -53,9 +51,8 @@ def test_a_swapped_head_has_the_closest_maps_of_all_that_were_tried():
     the student's map."""
     teacher = make()
     student = tasks.swap(teacher, make(seed=1, score="adder", identity=False), images())
-    before, after = (
-        watch(model)[0][0] for model in (teacher, student)
-    )  # the first block sees the same in both
+    # The first block sees the same in both.
+    before, after = (watch(model)[0][0] for model in (teacher, student))
     query, key, maps = before["query"], before["key"], before["weights"]
     key = key - key.mean((0, 2), keepdims=True)
     best = np.full(2, np.inf)
@@ -71,18 +68,12 @@ def test_a_swapped_head_has_the_closest_maps_of_all_that_were_tried():
 
 def test_what_both_have_alike_is_copied():
     teacher = make()
-    student = tasks.swap(
-        teacher, make(seed=1, score=["dot", "adder"], mlp_linear=["dense", "adder"]), images()
-    )
-    old, new = (
-        dict(nnx.to_flat_state(nnx.state(model, nnx.Param))) for model in (teacher, student)
-    )
-    shared = [path for path in old if path in new]
-    changed = {
-        ".".join(map(str, path))
-        for path in shared
-        if not np.array_equal(old[path][...], new[path][...])
-    }
+    kinds = dict(score=["dot", "adder"], mlp_linear=["dense", "adder"])
+    student = tasks.swap(teacher, make(seed=1, **kinds), images())
+    flat = lambda model: dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    old, new = flat(teacher), flat(student)
+    differs = lambda path: path in new and not np.array_equal(old[path][...], new[path][...])
+    changed = {".".join(map(str, path)) for path in old if differs(path)}
     both = ("kernel", "bias")
     expected = {f"blocks.1.attention.{name}.{part}" for name in ("query", "key") for part in both}
     assert changed == expected | {f"blocks.1.mlp.{name}.kernel" for name in ("fc1", "fc2")}
@@ -96,10 +87,8 @@ def test_a_fitted_adder_layer_leaves_what_no_scale_and_offset_explain(squared):
     rows = rng.normal(1.0, 0.5, (200, 24)).astype("f")
     kernel, bias = 0.2 * rng.normal(size=(24, 12)).astype("f"), rng.normal(size=12)
     wanted = rows @ kernel + bias
-    fitted = {
-        n: np.asarray(v, np.float64)
-        for n, v in _swap._fit_distances(rows, wanted, kernel, squared=squared).items()
-    }
+    fitted = _swap._fit_distances(rows, wanted, kernel, squared=squared)
+    fitted = {name: np.asarray(values, np.float64) for name, values in fitted.items()}
     gaps = rows[:, :, None].astype(np.float64) - fitted["kernel"]
     sums = -(gaps**2).sum(1) / 2 if squared else -np.abs(gaps).sum(1)
     normed = (sums - sums.mean(-1, keepdims=True)) / np.sqrt(sums.var(-1, keepdims=True) + 1e-6)
@@ -117,13 +106,9 @@ def healing(of, progress=0.2, **fields):
 
 def examples_and_task(**fields):
     teacher, student = make(), tasks.swap(make(), make(seed=1, **ADDER, anneal_end=0.5), images())
-    chosen = dict(
-        teacher="x", distillation="soft", distillation_share=0.3, distillation_temperature=2.0
-    )
-    chosen |= dict(
-        map_weight=0.7, output_weight=0.4, layers_until=0.5, label_smoothing=0.0, mixup_alpha=0.0
-    )
-    chosen |= dict(cutmix_alpha=0.0) | fields
+    chosen = dict(teacher="x", distillation="soft", distillation_share=0.3)
+    chosen |= dict(distillation_temperature=2.0, map_weight=0.7, output_weight=0.4)
+    chosen |= dict.fromkeys(("label_smoothing", "mixup_alpha", "cutmix_alpha"), 0.0) | fields
     return lambda progress: healing(teacher, progress, **chosen), student
 
 
@@ -154,11 +139,8 @@ def test_an_adder_stem_begins_as_what_its_teacher_s_norms_make_of_its_convolutio
 def test_the_loss_is_that_of_its_formula():
     made, student = examples_and_task()
     task = made(0.2)
-    batch = {
-        "image": np.random.default_rng(3).integers(0, 256, (6, 8, 8, 1), np.uint8),
-        "label": np.arange(6),
-    }
-    examples = task.examples(jax.random.key(0), batch)
+    pixels = np.random.default_rng(3).integers(0, 256, (6, 8, 8, 1), np.uint8)
+    examples = task.examples(jax.random.key(0), {"image": pixels, "label": np.arange(6)})
     seen, targets, taught = (np.asarray(x) for x in examples[:3])
     close = dict(rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(taught, make()(seen), **close)
@@ -174,9 +156,8 @@ def test_the_loss_is_that_of_its_formula():
     by_teacher = 4 * (np.exp(log(taught / 2)) * (log(taught / 2) - log(logits / 2))).sum(-1).mean()
     by_labels = -(targets * log(logits)).sum(-1).mean()
     logits_alone = 0.7 * by_labels + 0.3 * by_teacher
-    np.testing.assert_allclose(
-        outcome.loss, logits_alone + 0.7 * by_maps + 0.4 * by_outputs, rtol=1e-4
-    )
+    expected = logits_alone + 0.7 * by_maps + 0.4 * by_outputs
+    np.testing.assert_allclose(outcome.loss, expected, rtol=1e-4)
     # Parts of a batch have its variance, and together its loss.
     parts = [jax.tree.map(lambda x, i=i: x[i::2], examples) for i in range(2)]
     of_parts = [task.loss(student, part, rngs=nnx.Rngs(0)).loss for part in parts]
@@ -207,51 +188,35 @@ def test_what_an_output_lacks_is_measured_by_the_variance_of_its_own_block():
 
 
 def test_what_is_no_teacher_to_begin_from_is_refused():
+    without = make(mlp_linear="adder", adder_options={"norm": None})
+    convolutions = models.ConvNet((4,), in_channels=1, rngs=nnx.Rngs(0))
     for teacher, student, message in (
-        (
-            make(score="adder"),
-            make(),
-            "a teacher with dot-product attention and dense layers to begin from, got",
-        ),
+        (make(score="adder"), make(), "dot-product attention and dense layers to begin from, got"),
         (make(), make(depth=1, **ADDER), "of the model's sizes"),
-        (
-            make(),
-            make(mlp_linear="adder", adder_options={"norm": None}),
-            "adder layers with a norm",
-        ),
-        (
-            models.ConvNet((4,), in_channels=1, rngs=nnx.Rngs(0)),
-            make(),
-            "vision transformer .*, got a ConvNet",
-        ),
+        (make(), without, "adder layers with a norm"),
+        (convolutions, make(), "vision transformer .*, got a ConvNet"),
     ):
         with pytest.raises(ValueError, match=message):
             tasks.swap(teacher, student, images())
 
 
 def test_a_bypass_makes_maps_uniform_and_turns_branches_off():
-    model = make(score="adder", identity=False)
-    graphdef, params = nnx.split(model, nnx.Param)
-    found = {}
-    score = lambda changed: float(np.asarray(nnx.merge(graphdef, changed)(images())).sum())
-    for row in report.bypass(nnx.to_pure_dict(params), score):
-        found[row.part, row.block] = row.score
-    assert len(found) == 2 + 3 * 2
-    uniform = np.asarray(with_uniform_maps(model)(images())).sum()
-    np.testing.assert_allclose(found["maps", None], uniform, rtol=1e-4)
-    silent = nnx.clone(model)
-    for layer in (silent.blocks[1].mlp.fc2,):
-        layer.kernel[...], layer.bias[...] = 0 * layer.kernel[...], 0 * layer.bias[...]
-    np.testing.assert_allclose(found["MLP", 1], np.asarray(silent(images())).sum(), rtol=1e-5)
-    assert found["attention", 0] != found["attention", None]
-    adder = make(**ADDER)
-    graphdef, params = nnx.split(adder, nnx.Param)
-    score = lambda changed: float(np.asarray(nnx.merge(graphdef, changed)(images())).sum())
-    rows = {
-        (row.part, row.block): row.score for row in report.bypass(nnx.to_pure_dict(params), score)
-    }
-    uniform = np.asarray(with_uniform_maps(adder)(images())).sum()
-    np.testing.assert_allclose(rows["maps", None], uniform, rtol=1e-4)
+    found, sums = {}, lambda model: float(np.asarray(model(images())).sum())
+    for linear in ("dense", "adder"):
+        options = ADDER if linear == "adder" else dict(score="adder", identity=False)
+        model = make(**options)
+        graphdef, params = nnx.split(model, nnx.Param)
+        score = lambda changed, graphdef=graphdef: sums(nnx.merge(graphdef, changed))
+        rows = report.bypass(nnx.to_pure_dict(params), score)
+        found[linear] = {(row.part, row.block): row.score for row in rows}
+        uniform = sums(with_uniform_maps(model))
+        np.testing.assert_allclose(found[linear]["maps", None], uniform, rtol=1e-4)
+    assert len(found["dense"]) == 2 + 3 * 2
+    silent = make(score="adder", identity=False)
+    layer = silent.blocks[1].mlp.fc2
+    layer.kernel[...], layer.bias[...] = 0 * layer.kernel[...], 0 * layer.bias[...]
+    np.testing.assert_allclose(found["dense"]["MLP", 1], sums(silent), rtol=1e-5)
+    assert found["dense"]["attention", 0] != found["dense"]["attention", None]
 
 
 @pytest.mark.slow
@@ -260,41 +225,31 @@ def test_a_run_begins_as_its_teacher_and_anneals_by_its_steps(tmp_path):
     config.update_from_flattened_dict(TINY | {"num_epochs": 0.1})
     training.Trainer(training.build_run(config), tmp_path / "teacher").fit()
     fields = settings.defaults(tasks.HealingSettings) | config.task.to_dict()
-    config.task = ConfigDict(
-        fields | {"name": "healing", "teacher": str(tmp_path / "teacher"), "distillation": "soft"}
-    )
-    config.model.update(
-        score="adder", identity="off", mlp_linear="adder", anneal_start=0.25, anneal_end=0.75
-    )
+    own = {"name": "healing", "teacher": str(tmp_path / "teacher"), "distillation": "soft"}
+    config.task = ConfigDict(fields | own)
+    config.model.update(score="adder", identity="off", mlp_linear="adder")
+    config.model.update(anneal_start=0.25, anneal_end=0.75)
     run = training.build_run(config)
     params = run.init()["params"]
     teacher = run.task.teacher
     np.testing.assert_array_equal(params["head"]["kernel"], teacher.head.kernel[...])
-    np.testing.assert_array_equal(
-        params["blocks"][0]["attention"]["value"]["kernel"],
-        teacher.blocks[0].attention.value.kernel[...],
-    )
+    value = params["blocks"][0]["attention"]["value"]["kernel"]
+    np.testing.assert_array_equal(value, teacher.blocks[0].attention.value.kernel[...])
     numbers = lambda step: {**run.numbers, "step": step}
     examples = run.task.examples(jax.random.key(0), run.train_source.first(8))
     losses = {}
     for step, share in ((0, 1.0), (run.num_steps / 2, 0.5), (run.num_steps, 0.0)):
-        loss = (
-            run.program.parts(numbers(step))
-            .loss(params, examples, jax.random.key(1))
-            .metrics["teacher_loss"]
-        )
+        key, parts = jax.random.key(1), run.program.parts(numbers(step))
+        loss = parts.loss(params, examples, key).metrics["teacher_loss"]
         model = run.model(params)
         for layer in (model.blocks[0].mlp.fc1, model.blocks[0].mlp.fc2):
             layer.set_squared_share(share)
-        expected = run.task.loss(model, examples, rngs=nnx.Rngs(dropout=jax.random.key(1))).metrics[
-            "teacher_loss"
-        ]
-        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+        expected = run.task.loss(model, examples, rngs=nnx.Rngs(dropout=key)).metrics
+        np.testing.assert_allclose(loss, expected["teacher_loss"], rtol=1e-5)
         losses[share] = float(loss)
     assert len(set(losses.values())) == 3
     result = training.Trainer(run, tmp_path / "healed").fit()
     assert result.step == run.num_steps
     config.task.begin = "random"
-    assert not np.array_equal(
-        training.build_run(config).init()["params"]["head"]["kernel"], params["head"]["kernel"]
-    )
+    at_random = training.build_run(config).init()["params"]
+    assert not np.array_equal(at_random["head"]["kernel"], params["head"]["kernel"])

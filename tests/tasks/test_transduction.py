@@ -1,7 +1,6 @@
 """Transduction: loss and scores against NumPy and the textbook recursion, padding, training that
 learns."""
 
-import dataclasses
 import functools
 
 import jax
@@ -24,18 +23,14 @@ SYMBOLS = {"source": ("", "a", "b", "c"), "target": ("", "", "A", "B", "C")}
 def source():
     rng = np.random.default_rng(0)
     rows = [rng.integers(1, 4, rng.integers(1, 6)).tolist() for _ in range(40)]
-    arrays = {
-        "source": pad(rows, 5),
-        "target": pad([[*(n + 1 for n in row), 1] for row in rows], 6),
-    }
+    targets = [[*(n + 1 for n in row), 1] for row in rows]
+    arrays = {"source": pad(rows, 5), "target": pad(targets, 6)}
     return data.SequenceSource("upper", "train", ["train"], arrays, SYMBOLS, longest=6)
 
 
 def make_task(source, **settings):
-    return tasks.Transduction(
-        dataclasses.replace(tasks.TransductionSettings(), **settings),
-        tasks.Transduction.facts(source),
-    )
+    settings = tasks.TransductionSettings(**settings)
+    return tasks.Transduction(settings, tasks.Transduction.facts(source))
 
 
 def make_model(task):
@@ -74,9 +69,8 @@ def test_curvature_is_over_the_real_symbols(source):
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 5)), jnp.float32)
 
     def columns(length):
-        outcome = task.loss(
-            _Fixed(logits[:, :length]), (word, target[:, :length]), rngs=nnx.Rngs(0)
-        )
+        examples = (word, target[:, :length])
+        outcome = task.loss(_Fixed(logits[:, :length]), examples, rngs=nnx.Rngs(0))
         weights = read_weights(outcome.weights, 1)
         root = get_likelihood(task.likelihood).root(outcome.outputs, jnp.ones((1, length, 5)))
         return root * jnp.sqrt(weights.shares())[..., None], weights.total
@@ -91,11 +85,8 @@ def test_curvature_is_over_the_real_symbols(source):
 def test_nothing_flows_from_where_nothing_is_to_be_said(source):
     task, batch = make_task(source), source.first(6)
     model = make_model(task)
-    loss = lambda bias: (
-        task.loss(
-            _Shifted(model, bias), task.examples(jax.random.key(0), batch), rngs=nnx.Rngs(0)
-        ).loss
-    )
+    examples = task.examples(jax.random.key(0), batch)
+    loss = lambda bias: task.loss(_Shifted(model, bias), examples, rngs=nnx.Rngs(0)).loss
     gradient = jax.grad(loss)(jnp.zeros((*batch["target"].shape, 5)))
     assert (np.asarray(gradient)[batch["target"] == 0] == 0).all()
     assert (np.abs(np.asarray(gradient)[batch["target"] != 0]).max(-1) > 0).all()
@@ -129,10 +120,8 @@ def test_edits_go_to_the_closest_reference():
     edits, lengths = tasks.closest(jnp.asarray(written), jnp.asarray(references))
     rows = [(2, 3), (4, 4), (4,)]
     right = [[(2, 3), (4,)], [(2, 3), (4,)], [(2, 3)]]
-    expected = [
-        min((by_recursion(row, r), i) for i, r in enumerate(refs))
-        for row, refs in zip(rows, right, strict=True)
-    ]
+    nearest = lambda row, refs: min((by_recursion(row, r), i) for i, r in enumerate(refs))
+    expected = list(map(nearest, rows, right))
     assert edits.tolist() == [e for e, _ in expected]
     assert lengths.tolist() == [len(refs[i]) for (_, i), refs in zip(expected, right, strict=True)]
 
@@ -148,10 +137,8 @@ def test_it_learns_to_copy_and_its_scores_are_those_of_the_recursion(source, num
     @jax.jit
     def step(params, state, key):
         def loss(params):
-            outcome = task.loss(
-                nnx.merge(graphdef, params), task.examples(key, batch), rngs=nnx.Rngs(0)
-            )
-            return outcome.loss
+            model = nnx.merge(graphdef, params)
+            return task.loss(model, task.examples(key, batch), rngs=nnx.Rngs(0)).loss
 
         value, gradient = jax.value_and_grad(loss)(params)
         updates, state = optimizer.update(gradient, state, params)
@@ -162,18 +149,14 @@ def test_it_learns_to_copy_and_its_scores_are_those_of_the_recursion(source, num
         params, state, value = step(params, state, jax.random.key(i))
     assert value < 0.2
     model = nnx.merge(graphdef, params)
-    held = {
-        "source": batch["source"],
-        "references": batch["target"][:, None],
-        "mask": np.arange(40) < 33,
-    }
+    held = {"references": batch["target"][:, None], "mask": np.arange(40) < 33}
+    held["source"] = batch["source"]
     scores = task.scores({name: float(value) for name, value in task.sums(model, held).items()})
     written = [source.text("target", row) for row in np.asarray(task.write(model, batch["source"]))]
     right = [source.text("target", row) for row in batch["target"]]
     edits = [by_recursion(w, r) for w, r in zip(written, right, strict=True)][:33]
-    np.testing.assert_allclose(
-        scores["phoneme_error_rate"], sum(edits) / sum(map(len, right[:33])), rtol=1e-6
-    )
+    rate = sum(edits) / sum(map(len, right[:33]))
+    np.testing.assert_allclose(scores["phoneme_error_rate"], rate, rtol=1e-6)
     np.testing.assert_allclose(scores["word_error_rate"], np.mean(np.array(edits) > 0), rtol=1e-6)
     assert scores["phoneme_error_rate"] < 0.2
 
@@ -188,11 +171,8 @@ def by_recursion(a, b):
     def distance(i, j):
         if i == 0 or j == 0:
             return i + j
-        return min(
-            distance(i - 1, j) + 1,
-            distance(i, j - 1) + 1,
-            distance(i - 1, j - 1) + (a[i - 1] != b[j - 1]),
-        )
+        substituted = distance(i - 1, j - 1) + (a[i - 1] != b[j - 1])
+        return min(distance(i - 1, j) + 1, distance(i, j - 1) + 1, substituted)
 
     return distance(len(a), len(b))
 
@@ -202,10 +182,8 @@ def test_it_equals_the_recursion_on_sequences_of_all_lengths():
     guess, truth = rng.integers(0, 4, (200, 9)), rng.integers(0, 4, (200, 7))
     lengths = rng.integers(0, 10, 200), rng.integers(0, 8, 200)
     got = jax.jit(edit_distance)(*map(jnp.asarray, (guess, truth, *lengths)))
-    expected = [
-        by_recursion(tuple(g[:n]), tuple(t[:m]))
-        for g, t, n, m in zip(guess, truth, *lengths, strict=True)
-    ]
+    rows = zip(guess, truth, *lengths, strict=True)
+    expected = [by_recursion(tuple(g[:n]), tuple(t[:m])) for g, t, n, m in rows]
     assert got.tolist() == expected
     assert len(set(expected)) > 5
 
