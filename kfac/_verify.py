@@ -53,7 +53,7 @@ class Report:
 
     def __str__(self) -> str:
         names = ("block", "form", "size", "capture", "product", "cg", "cos kron", "rank")
-        lines = [(*names, "condition")]
+        lines: list[tuple[str, ...]] = [(*names, "condition")]
         for row in self.rows:
             errors = [f"{e:.1e}" for e in (row.capture_error, row.product_error, row.cg_error)]
             numbers = (*errors, f"{row.kron_cosine:.3f}", str(row.rank), f"{row.condition:.1e}")

@@ -286,9 +286,11 @@ def tap(
     capture = current_capture()
     if capture is None:
         return y
-    paths = path
-    if isinstance(path, str):
-        paths = {role: f"{path}/{role}" if path else role for role in params}
+    paths = (
+        {role: f"{path}/{role}" if path else role for role in params}
+        if isinstance(path, str)
+        else path
+    )
     for name in paths.values():
         if name not in capture.shapes:
             raise ValueError(

@@ -127,7 +127,7 @@ def tap_registered(
       run: the call itself.
       normalize: the call with other parameters, of a module with state; None without any.
     """
-    x = args[0] if args else next(iter(kwargs.values()), None)
+    x: Any = args[0] if args else next(iter(kwargs.values()), None)
     with capture.mute(registration.describe is None):
         if normalize is not None and registration.scales_features(module):
             change_nothing = {"bias": jnp.zeros_like}

@@ -76,7 +76,7 @@ def pose(step: Step, gradients: Flat) -> Problem:
 
     def build(names: Iterable[str]) -> list[System]:
         averages = jax.tree.map(lambda factor: factor / weight_or_tiny, factors)
-        chosen = {name: forms[name] for name in names}
+        chosen: Any = {name: forms[name] for name in names}
         return systems.build(step.curvature, step.params, chosen, averages)
 
     groups = build(step.owned)

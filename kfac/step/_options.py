@@ -69,11 +69,13 @@ class Options:
             )
         inf = float("inf")
         for name, least in _LEAST.items():
-            value, bound = getattr(self, name), 1 if name == "factor_decay" else inf
+            value: Any = getattr(self, name)
+            bound = 1 if name == "factor_decay" else inf
             if isinstance(value, numbers.Real) and not least <= value < bound:
                 below = f" and below {bound}" if bound < inf else ""
                 raise ValueError(f"expected {name} to be at least {least}{below}, got {value}.")
-        if isinstance(self.kl_clip, numbers.Real) and not 0 < self.kl_clip < inf:
+        clip: Any = self.kl_clip
+        if isinstance(clip, numbers.Real) and not 0 < clip < inf:
             raise ValueError(f"expected kl_clip to be above 0, got {self.kl_clip}.")
         if self.iterations == 0 and (self.exact or self.step == "clip"):
             raise ValueError(
