@@ -147,7 +147,7 @@ def _plain(scores: dict[str, float]) -> dict[str, float]:
 
 def _curve(rows: list[dict[str, float]]) -> dict[str, list[float]]:
     evaluated = [row for row in rows if math.isfinite(row.get("eval/loss", math.nan))]
-    curve = {"step": [int(row["step"]) for row in evaluated]}
+    curve: dict[str, list[float]] = {"step": [int(row["step"]) for row in evaluated]}
     for name in evaluated[0] if evaluated else ():
         if name.startswith("eval/"):
             curve[name.removeprefix("eval/")] = [round(row[name], 6) for row in evaluated]

@@ -73,8 +73,8 @@ class Comparison:
         """Returns how far the tuning of an arm is."""
         if not arm.space:
             return search.Tuning((_NOTHING,), (), _NOTHING)
-        settings = self.plan.settings
-        score, allows = (functools.partial(of, arm) for of in (self._score, self.plan.allows))
+        settings, score = self.plan.settings, functools.partial(self._score, arm)
+        allows = functools.partial(self.plan.allows, arm)
         return search.unfold(arm.space, settings.trials, settings.extensions, score, allows)
 
     def tuning_cells(self, arm: Arm, values: Mapping[str, Any]) -> list[Cell]:
@@ -231,7 +231,7 @@ def _start(number: int, workers: int, output: Path) -> subprocess.Popen:
     if gpus := _gpus():
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(_share(gpus, number, workers))
     with output.open("a") as file:
-        streams = dict(stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        streams: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=file, stderr=file)
         child = subprocess.Popen(command, env=environ, **streams)
     if cores:  # before it has any other thread
         os.sched_setaffinity(child.pid, _share(cores, number, workers))

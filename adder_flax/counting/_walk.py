@@ -109,11 +109,8 @@ def nbytes(variable: Any) -> int:
 def walk(jaxpr: Any, tally: Tally, layer_of: Callable[[str], str], outer: str = "") -> None:
     """Adds the operations of every equation of ``jaxpr`` (an open one) to ``tally``.
 
-    Args:
-      jaxpr: what to walk.
-      tally: where the counts go.
-      layer_of: from the full name stack of an equation to the layer it is booked under.
-      outer: name stack of the equation that holds this jaxpr.
+    ``layer_of`` gives the layer of an equation by its full name stack; ``outer`` is that of the
+    equation that holds this jaxpr.
     """
     l1 = _l1_distances(jaxpr)
     traffic = _Traffic(l1)
@@ -122,24 +119,20 @@ def walk(jaxpr: Any, tally: Tally, layer_of: Callable[[str], str], outer: str = 
         layer = layer_of(stack)
         tally.bytes_moved[layer] += 0  # every layer appears, in the order of the program
         name = _kernel_name(equation)
-        declared = KERNELS.get(name) if name in KERNELS else None
-        if declared is None and (inner := _inner_programs(equation)):
-            _walk_inner(equation, inner, tally, layer_of, stack)
-            continue
-        if declared is not None:
-            for kind, amount in declared(equation).items():
+        if name in KERNELS:
+            for kind, amount in KERNELS.get(name)(equation).items():
                 tally.add(layer, kind, equation.outvars[0].aval.dtype, amount)
         else:
+            # Of a sum over pairs its formula, whatever kernel would run.
+            formula = ops.formula(equation)
+            inner = [formula.jaxpr] if formula else jaxprs.inner_programs(equation)
+            if inner:
+                _walk_inner(equation, inner, tally, layer_of, stack)
+                continue
             _count(equation, tally, layer)
         if id(equation) in l1:
             tally.add(layer, L1, equation.outvars[0].aval.dtype, size(equation.invars[0]))
         tally.bytes_moved[layer] += traffic.of(equation)
-
-
-def _inner_programs(equation: Any) -> list[Any]:
-    """What an equation holds; for a sum over pairs, its formula, whatever kernel would run."""
-    formula = ops.formula(equation)
-    return [formula.jaxpr] if formula else jaxprs.inner_programs(equation)
 
 
 def _count(equation: Any, tally: Tally, layer: str) -> None:
@@ -196,41 +189,30 @@ def convolution_macs(equation: Any) -> int:
     numbers = params["dimension_numbers"]
     image, kernel, out = (v.aval.shape for v in (*equation.invars[:2], equation.outvars[0]))
     taps = 1
-    for dim in range(len(params["window_strides"])):
-        length = image[numbers.lhs_spec[2 + dim]]
-        position = (
-            np.arange(out[numbers.out_spec[2 + dim]])[:, None] * params["window_strides"][dim]
-            + np.arange(kernel[numbers.rhs_spec[2 + dim]])[None, :] * params["rhs_dilation"][dim]
-            - params["padding"][dim][0]
-        )
-        dilation = params["lhs_dilation"][dim]
-        hit = (position % dilation == 0) & (position >= 0) & (position <= (length - 1) * dilation)
-        taps *= int(hit.sum())
+    for dim, stride in enumerate(params["window_strides"]):
+        starts = np.arange(out[numbers.out_spec[2 + dim]])[:, None] * stride
+        steps = np.arange(kernel[numbers.rhs_spec[2 + dim]]) * params["rhs_dilation"][dim]
+        place, dilation = starts + steps - params["padding"][dim][0], params["lhs_dilation"][dim]
+        last = (image[numbers.lhs_spec[2 + dim]] - 1) * dilation
+        taps *= int(((place % dilation == 0) & (place >= 0) & (place <= last)).sum())
     return taps * out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * kernel[numbers.rhs_spec[1]]
 
 
 def _walk_inner(
     equation: Any, inner: list, tally: Tally, layer_of: Callable[[str], str], stack: str
 ) -> None:
-    """Loops count as often as they run, a sharded map on all devices, a conditional as its dearest
-    branch.
-    """
-    name, params = equation.primitive.name, equation.params
-    parts = []
+    """Loops as often as they run, a sharded map on all devices, of a conditional the dearest."""
+    name, params, parts, times = equation.primitive.name, equation.params, [], 1
     for jaxpr in inner:
-        part = Tally()
-        walk(jaxpr, part, layer_of, stack)
-        parts.append(part)
+        parts.append(Tally())
+        walk(jaxpr, parts[-1], layer_of, stack)
     if name == "cond":
         parts = [max(parts, key=Tally.arithmetic)]
-    times = 1
-    if name == "scan":
+    elif name == "scan":
         times = params["length"]
     elif name == "shard_map":
-        times = math.prod(
-            params["mesh"].shape[axis]
-            for axis in params.get("manual_axes", params["mesh"].axis_names)
-        )
+        axes = params.get("manual_axes", params["mesh"].axis_names)
+        times = math.prod(params["mesh"].shape[axis] for axis in axes)
     elif name == "pallas_call":
         times = math.prod(params["grid_mapping"].grid)
     elif name == "reduce":

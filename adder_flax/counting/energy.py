@@ -95,14 +95,7 @@ class Energy:
 
 
 def energy(operations: Operations, table: EnergyTable = HOROWITZ_45NM) -> Energy:
-    """Energy of counted operations.
-
-    Args:
-      operations: from :func:`count_operations`.
-      table: energies of single operations.
-
-    Returns:
-      The energy by kind of operation, and by level of memory.
+    """Energy of counted operations, by kind of operation and by level of memory.
 
     Raises:
       KeyError: if the table has no entry for a number type that occurs.
@@ -121,7 +114,5 @@ def energy(operations: Operations, table: EnergyTable = HOROWITZ_45NM) -> Energy
             more = number * table.picojoules(kind, dtype) * PICOJOULE
             joules[kind] = joules.get(kind, 0.0) + more
     least, most = operations.bytes_at_boundary or 0, operations.bytes_moved
-    memory = {
-        level: (least * pj * PICOJOULE, most * pj * PICOJOULE) for level, pj in table.memory.items()
-    }
-    return Energy(arithmetic_joules=joules, memory_joules=memory)
+    memory = lambda pj: (least * pj * PICOJOULE, most * pj * PICOJOULE)
+    return Energy(joules, {level: memory(pj) for level, pj in table.memory.items()})

@@ -97,22 +97,14 @@ class Operations:
         This is the convention under which published adder networks report one addition per element.
         """
         counts = Counter(self.counts)
-        for (kind, dtype), number in self.counts.items():
-            if kind == _walk.L1:
-                counts[_walk.ADD, dtype] -= number
-        layers = {
-            name: layer.with_one_addition_per_l1_element() for name, layer in self.layers.items()
-        }
+        counts.subtract({(_walk.ADD, d): n for (k, d), n in self.counts.items() if k == _walk.L1})
+        layers = {n: layer.with_one_addition_per_l1_element() for n, layer in self.layers.items()}
         return dataclasses.replace(self, counts=dict(counts), layers=layers)
 
     def by_prefix(self, depth: int) -> dict[str, "Operations"]:
-        """Layers merged by the first ``depth`` parts of their names.
+        """Layers merged by the first ``depth`` parts of their names, in the order of the program.
 
-        Args:
-          depth: 1 gives "patch_embed", "blocks", "head"; 2 tells one block from another.
-
-        Returns:
-          {prefix: Operations} in the order of the program.
+        1 gives "patch_embed", "blocks", "head"; 2 tells one block from another.
         """
         groups: dict[str, list[Operations]] = {}
         for name, layer in self.layers.items():
@@ -133,9 +125,6 @@ def count_operations(fn: Callable, *args: Any) -> Operations:
       *args: arrays, ``jax.ShapeDtypeStruct``, pytrees of them, or NNX modules, which may be
         abstract (``nnx.eval_shape``).
 
-    Returns:
-      The counts, whole and per layer.
-
     Example:
       >>> import jax, jax.numpy as jnp
       >>> x, w = jax.ShapeDtypeStruct((2, 3), "float32"), jax.ShapeDtypeStruct((3, 5), "float32")
@@ -149,18 +138,17 @@ def count_operations(fn: Callable, *args: Any) -> Operations:
     """
     closed, _ = recorder.trace(fn, *args)
     tally = _walk.Tally()
-    _walk.walk(closed.jaxpr, tally, _layer_name)
+    # Innermost module path among an equation's named scopes, and the scopes inside of it.
+    name_of = lambda scopes: ".".join(filter(None, recorder.module_path(scopes)))
+    _walk.walk(closed.jaxpr, tally, name_of)
     layers = {
         name: Operations(dict(tally.counts.get(name, {})), moved)
         for name, moved in tally.bytes_moved.items()
     }
-    boundary = [*closed.jaxpr.invars, *closed.jaxpr.constvars, *closed.jaxpr.outvars]
-    return dataclasses.replace(
-        Operations.total(list(layers.values())),
-        bytes_at_boundary=sum(_walk.nbytes(v) for v in boundary),
-        layers=layers,
-        uncounted=dict(tally.uncounted),
-    )
+    whole = Operations.total(list(layers.values()))
+    variables = [*closed.jaxpr.invars, *closed.jaxpr.constvars, *closed.jaxpr.outvars]
+    boundary = sum(map(_walk.nbytes, variables))
+    return Operations(whole.counts, whole.bytes_moved, boundary, layers, dict(tally.uncounted))
 
 
 def declare_operations(kernel: str, count: Callable[[Any], Mapping[str, int]]) -> None:
@@ -179,8 +167,3 @@ def declare_operations(kernel: str, count: Callable[[Any], Mapping[str, int]]) -
       ...     declare_operations("my_kernel", count)
     """
     _walk.KERNELS.register(kernel, count)
-
-
-def _layer_name(scopes: str) -> str:
-    """Innermost module path among an equation's named scopes, and the scopes inside of it."""
-    return ".".join(part for part in recorder.module_path(scopes) if part)

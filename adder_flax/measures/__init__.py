@@ -11,12 +11,7 @@ from adder_flax.measures.brownian import (
     relative_radius,
     total_variation,
 )
-from adder_flax.measures.expressivity import (
-    score_parameters,
-    train_xor,
-    xor_bound,
-    xor_pairs,
-)
+from adder_flax.measures.expressivity import score_parameters, train_xor, xor_bound, xor_pairs
 from adder_flax.measures.gating import Gate, gate
 from adder_flax.measures.live import adder_numbers, attention_numbers, hardtanh_saturation
 from adder_flax.measures.maps import (
@@ -28,11 +23,7 @@ from adder_flax.measures.maps import (
     row_entropy,
     stochastic_part,
 )
-from adder_flax.measures.saturation import (
-    GradientNorms,
-    entropy_by_width,
-    gradient_norms,
-)
+from adder_flax.measures.saturation import GradientNorms, entropy_by_width, gradient_norms
 from adder_flax.measures.spectrum import (
     IdentityEffect,
     asymmetry,

@@ -12,9 +12,14 @@ NumPy = np.ndarray | np.number
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """Weights over the last axis."""
+    """Weights over the last axis; SciPy's would load SciPy whenever a figure is drawn."""
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True)
+
+
+def wide(*arrays: Any) -> list[np.ndarray]:
+    """The arrays as NumPy in float64."""
+    return [np.asarray(array, np.float64) for array in arrays]
 
 
 def kurtosis(x: np.ndarray, axis: int) -> np.ndarray:
@@ -28,11 +33,6 @@ def library_of(array: Any) -> tuple[ModuleType, Any]:
     """The library to compute with, and the array as it computes with it.
 
     Inside of a traced function that is JAX, in float32 or wider; everywhere else NumPy in float64.
-
-    Example:
-      >>> library, array = library_of([1.0, 2.0])
-      >>> library.__name__, array.dtype.name
-      ('numpy', 'float64')
     """
     if isinstance(array, Tracer):
         return jnp, array.astype(jnp.promote_types(array.dtype, jnp.float32))

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import ArrayLike, Float
 
 from adder_flax.attention import LAYER_NORM_EPSILON
-from adder_flax.measures._arrays import NumPy, kurtosis, softmax
+from adder_flax.measures._arrays import NumPy, kurtosis, softmax, wide
 
 
 def layer_norm(
@@ -21,9 +21,8 @@ def layer_norm(
 ) -> Float[np.ndarray, "*batch width"]:
     """LayerNorm without its affine part, (x − mean) / √(variance + ε), in float64.
 
-    Example:
-      >>> layer_norm(np.array([1.0, 3.0]), epsilon=0.0).tolist()
-      [-1.0, 1.0]
+    >>> layer_norm(np.array([1.0, 3.0]), epsilon=0.0).tolist()
+    [-1.0, 1.0]
     """
     tokens = np.asarray(tokens, np.float64)
     return (tokens - tokens.mean(-1, keepdims=True)) / np.sqrt(
@@ -34,9 +33,8 @@ def layer_norm(
 def relative_radius(tokens: Float[ArrayLike, "*batch width"]) -> Float[NumPy, "*batch"]:
     """‖x‖ / √d: 1 on the sphere that the paper speaks of.
 
-    Example:
-      >>> relative_radius(np.array([3.0, 4.0, 0.0, 0.0])).item()
-      2.5
+    >>> relative_radius(np.array([3.0, 4.0, 0.0, 0.0])).item()
+    2.5
     """
     tokens = np.asarray(tokens, np.float64)
     return np.linalg.norm(tokens, axis=-1) / np.sqrt(tokens.shape[-1])
@@ -47,12 +45,11 @@ def dot_product_map(
 ) -> Float[np.ndarray, "*batch query key"]:
     """softmax(q·k / √d) over the keys, in float64.
 
-    Example:
-      >>> dot_product_map(np.zeros((1, 4)), np.ones((2, 4))).tolist()
-      [[0.5, 0.5]]
+    >>> dot_product_map(np.zeros((1, 4)), np.ones((2, 4))).tolist()
+    [[0.5, 0.5]]
     """
-    query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
-    return softmax(query @ np.swapaxes(key, -1, -2) / np.sqrt(query.shape[-1]))
+    query, key = wide(query, key)
+    return softmax(query @ key.mT / np.sqrt(query.shape[-1]))
 
 
 def gaussian_kernel_map(
@@ -63,15 +60,13 @@ def gaussian_kernel_map(
     Equal to :func:`dot_product_map` exactly where all keys have one norm: ‖q‖² is constant in a row
     and cancels, ‖k‖² does not.
 
-    Example:
-      >>> keys = np.stack([np.zeros(4), np.ones(4)])
-      >>> gaussian_kernel_map(np.zeros((1, 4)), keys).round(4).tolist()
-      [[0.7311, 0.2689]]
+    >>> keys = np.stack([np.zeros(4), np.ones(4)])
+    >>> gaussian_kernel_map(np.zeros((1, 4)), keys).round(4).tolist()
+    [[0.7311, 0.2689]]
     """
-    query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
+    query, key = wide(query, key)
     square = lambda x: np.sum(np.square(x), -1)
-    norms = square(query)[..., :, None] + square(key)[..., None, :]
-    distance = norms - 2 * query @ np.swapaxes(key, -1, -2)
+    distance = square(query)[..., :, None] + square(key)[..., None, :] - 2 * query @ key.mT
     return softmax(-distance / (2 * np.sqrt(query.shape[-1])))
 
 
@@ -80,11 +75,10 @@ def total_variation(
 ) -> Float[NumPy, "*batch"]:
     """½ Σ |p − q| between distributions: 0 for equal ones, 1 for ones that share nothing.
 
-    Example:
-      >>> total_variation(np.array([1.0, 0.0]), np.array([0.5, 0.5])).item()
-      0.5
+    >>> total_variation(np.array([1.0, 0.0]), np.array([0.5, 0.5])).item()
+    0.5
     """
-    return np.abs(np.asarray(first, np.float64) - np.asarray(second, np.float64)).sum(-1) / 2
+    return np.abs(np.subtract(*wide(first, second))).sum(-1) / 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +122,10 @@ def brownian_test(path: Float[ArrayLike, "step *batch width"]) -> BrownianTest:
       >>> round(result.growth_exponent, 1), round(result.shared_drift, 2)
       (1.0, 0.0)
     """
-    path = np.asarray(path, np.float64)
+    (path,) = wide(path)
     if len(path) < 2:
         raise ValueError(
-            f"expected a path of at least 2 points, got {len(path)}. Pass tokens before and after "
-            "a block."
+            f"expected a path of at least 2 points, got {len(path)}; pass tokens around a block"
         )
     path = path.reshape(len(path), -1, path.shape[-1])
     steps = np.diff(path, axis=0)
@@ -145,11 +138,6 @@ def brownian_test(path: Float[ArrayLike, "step *batch width"]) -> BrownianTest:
         slope = np.polyfit(np.log(np.arange(1, blocks + 1)), np.log(displacement), 1)[0]
         off_diagonal = correlation.sum() - np.trace(correlation)
         mean_correlation = off_diagonal / (blocks * (blocks - 1))
-    return BrownianTest(
-        displacement=displacement,
-        growth_exponent=float(slope),
-        increment_correlation=correlation,
-        mean_correlation=float(mean_correlation),
-        shared_drift=float(np.sum(steps.mean(1) ** 2) / energy.mean(-1).sum()),
-        excess_kurtosis=kurtosis(steps, 1).mean(-1) - 3.0,
-    )
+    drift = float(np.sum(steps.mean(1) ** 2) / energy.mean(-1).sum())
+    numbers = float(slope), correlation, float(mean_correlation), drift
+    return BrownianTest(displacement, *numbers, kurtosis(steps, 1).mean(-1) - 3.0)

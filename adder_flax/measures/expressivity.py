@@ -21,10 +21,9 @@ def xor_pairs() -> tuple[
 ]:
     """All queries, keys and targets: 1 where exactly one coordinate is equal, else 0.
 
-    Example:
-      >>> queries, keys, targets = xor_pairs()
-      >>> len(targets), int(targets.sum())
-      (16, 8)
+    >>> queries, keys, targets = xor_pairs()
+    >>> len(targets), int(targets.sum())
+    (16, 8)
     """
     pairs = np.array(list(itertools.product((0.0, 1.0), repeat=4)))
     equal = pairs[:, :2] == pairs[:, 2:]
@@ -32,12 +31,11 @@ def xor_pairs() -> tuple[
 
 
 def separable(labels: Sequence[bool | int]) -> bool:
-    """Whether an affine function of two bits can tell labels: whether one is positive exactly where
-    those for (0,0), (0,1), (1,0), (1,1) are true.
+    """Whether an affine function of two bits is positive exactly where the labels are true.
 
-    Decided exactly: the four corners are affinely dependent in one way only, (0,0) + (1,1) = (0,1)
-    + (1,0), so by Radon's theorem the labels are inseparable if and only if they put these two
-    diagonals on different sides.
+    The four corners are affinely dependent in one way only, (0,0) + (1,1) = (0,1) + (1,0), so by
+    Radon's theorem labels are inseparable if and only if these two diagonals are on different
+    sides.
     """
     first, second, third, fourth = labels
     return not (first == fourth and second == third and first != second)
@@ -53,9 +51,8 @@ def xor_bound() -> Fraction:
     ±1 for q and k, the score a₁b₁ − a₂b₂ − ½ makes exactly one error a query. Without the biases
     the score is zero for q = 0 and does not do better.
 
-    Example:
-      >>> xor_bound()
-      Fraction(3, 4)
+    >>> xor_bound()
+    Fraction(3, 4)
     """
     *_, targets = xor_pairs()
     realisable = [labels for labels in itertools.product((0, 1), repeat=4) if separable(labels)]
@@ -66,7 +63,7 @@ def xor_bound() -> Fraction:
 def train_xor(
     score: str, *, seeds: int = 8, hidden: int = 16, steps: int = 800, learning_rate: float = 0.05
 ) -> Float[np.ndarray, " seeds"]:
-    """Trains a score on all 16 pairs of the XOR task, by logistic loss with Adam.
+    """Final accuracies of a score on all 16 pairs of the XOR task, by logistic loss with Adam.
 
     Args:
       score: "additive", vᵀ tanh(W_s q + W_h k + b) + c, or "bilinear", [1, q]ᵀ W [1, k].
@@ -75,23 +72,22 @@ def train_xor(
       steps: of Adam on the whole task.
       learning_rate: of Adam.
 
-    Returns:
-      Final accuracy of each.
-
     Example:
       >>> bool(np.all(train_xor("bilinear", seeds=2, steps=50) <= 0.75))
       True
     """
     queries, keys, targets = map(jnp.asarray, xor_pairs())
-    shapes, apply = _XOR_MODELS[score]
-    rng = np.random.default_rng(0)
+    shapes, apply = {
+        "additive": ([(2, hidden), (2, hidden), (1, hidden), (hidden, 1), (1, 1)], _additive),
+        "bilinear": ([(3, 3)], _bilinear),
+    }[score]
+    rng, optimizer = np.random.default_rng(0), optax.adam(learning_rate)
     # One axis for the initialisations; Adam treats every number by itself, so they train
     # independently of each other.
-    params = {name: rng.standard_normal((seeds, *shape)) for name, shape in shapes(hidden).items()}
-    optimizer = optax.adam(learning_rate)
+    params = [jnp.asarray(rng.standard_normal((seeds, *shape)), jnp.float32) for shape in shapes]
 
-    def loss(params: dict[str, Array]) -> Array:
-        losses = optax.sigmoid_binary_cross_entropy(apply(params, queries, keys), targets)
+    def loss(params: list[Array]) -> Array:
+        losses = optax.sigmoid_binary_cross_entropy(apply(queries, keys, *params), targets)
         return losses.mean(-1).sum()
 
     def update(carry: tuple, _: None) -> tuple[tuple, None]:
@@ -100,45 +96,29 @@ def train_xor(
         return (optax.apply_updates(params, updates), state), None
 
     @jax.jit
-    def run(params: dict[str, Array]) -> Array:
+    def run(params: list[Array]) -> Array:
         (params, _), _ = jax.lax.scan(update, (params, optimizer.init(params)), None, length=steps)
-        return apply(params, queries, keys)
+        return apply(queries, keys, *params)
 
-    scores = run({name: jnp.asarray(value, jnp.float32) for name, value in params.items()})
-    return np.mean((np.asarray(scores) > 0) == (np.asarray(targets) > 0.5), axis=-1)
+    return np.mean((np.asarray(run(params)) > 0) == (np.asarray(targets) > 0.5), axis=-1)
 
 
-def _additive(params: dict[str, Array], query: Array, key: Array) -> Array:
+def _additive(
+    query: Array, key: Array, w_s: Array, w_h: Array, b: Array, v: Array, c: Array
+) -> Array:
     """Scores (initialisation, pair)."""
-    hidden = jnp.tanh(query @ params["w_s"] + key @ params["w_h"] + params["b"])
-    return (hidden @ params["v"] + params["c"])[..., 0]
+    return (jnp.tanh(query @ w_s + key @ w_h + b) @ v + c)[..., 0]
 
 
-def _bilinear(params: dict[str, Array], query: Array, key: Array) -> Array:
-    one = jnp.ones((len(query), 1))
-    left, right = jnp.concatenate([one, query], 1), jnp.concatenate([one, key], 1)
-    return jnp.sum((left @ params["w"]) * right, axis=-1)
-
-
-# {score: (shapes of its parameters by hidden width, scores of pairs)}
-_XOR_MODELS = {
-    "additive": (
-        lambda hidden: {
-            **{"w_s": (2, hidden), "w_h": (2, hidden), "b": (1, hidden)},
-            **{"v": (hidden, 1), "c": (1, 1)},
-        },
-        _additive,
-    ),
-    "bilinear": (lambda hidden: {"w": (3, 3)}, _bilinear),
-}
+def _bilinear(query: Array, key: Array, w: Array) -> Array:
+    left, right = (jnp.pad(x, ((0, 0), (1, 0)), constant_values=1.0) for x in (query, key))
+    return jnp.sum((left @ w) * right, axis=-1)
 
 
 def score_parameters(query_dim: int, key_dim: int, hidden: int) -> tuple[int, int]:
-    """Parameters of a bilinear score, d_q d_k, and of an additive one, d_a (d_q + d_k + 1), biases
-    left out.
+    """Parameters of a bilinear and an additive score, no biases: d_q d_k, d_a (d_q + d_k + 1).
 
-    Example:
-      >>> score_parameters(64, 128, 42)
-      (8192, 8106)
+    >>> score_parameters(64, 128, 42)
+    (8192, 8106)
     """
     return query_dim * key_dim, hidden * (query_dim + key_dim + 1)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 from jaxtyping import ArrayLike, Float
 
+from adder_flax.measures._arrays import wide
 from adder_flax.measures.brownian import layer_norm
 
 _SATURATED = 0.99
@@ -70,21 +71,19 @@ def gate(
       >>> found.values.tolist(), found.scores.tolist(), found.negative_share
       ([[[2.0, -1.0]]], [[2.0]], 0.5)
     """
-    wide = {name: np.asarray(value, np.float64) for name, value in (parameters or {}).items()}
-    query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
+    learned = {name: np.asarray(value, np.float64) for name, value in (parameters or {}).items()}
+    query, key = wide(query, key)
     if score in ("dot", "bilinear"):
-        opened = query if score == "dot" else query @ wide["kernel"]
+        opened = query if score == "dot" else query @ learned["kernel"]
         return Gate(opened[..., :, None, :], key[..., None, :, :])
     if score != "additive":
         raise ValueError(
             "expected a score that gates, one of 'dot', 'bilinear' and 'additive'; got "
             f"{score!r}, which compares instead."
         )
-    projected = query @ wide["query_kernel"], key @ wide["key_kernel"]
-    hidden = projected[0][..., :, None, :] + projected[1][..., None, :, :]
-    over_pairs = lambda x: x[..., None, None, :]
-    if "norm_scale" in wide:
-        hidden = over_pairs(wide["norm_scale"]) * layer_norm(hidden)
-    if "bias" in wide:
-        hidden = hidden + over_pairs(wide["bias"])
-    return Gate(np.tanh(hidden), over_pairs(wide["v"]))
+    query, key = query @ learned["query_kernel"], key @ learned["key_kernel"]
+    hidden = query[..., :, None, :] + key[..., None, :, :]
+    learned = {name: x[..., None, None, :] for name, x in learned.items()}
+    if "norm_scale" in learned:
+        hidden = learned["norm_scale"] * layer_norm(hidden)
+    return Gate(np.tanh(hidden + learned.get("bias", 0.0)), learned["v"])

@@ -81,16 +81,10 @@ def hardtanh_saturation(
     """
 
     def inside(values: Array, weights: Array) -> Array:
-        low, high = (
-            jnp.searchsorted(weights, values + side / slope, side=name) for side, name in _ENDS
-        )
-        return high - low
+        # The open interval: after all that are ≤ its low end, before all that are ≥ its high one.
+        low = jnp.searchsorted(weights, values - 1.0 / slope, side="right")
+        return jnp.searchsorted(weights, values + 1.0 / slope, side="left") - low
 
     x, w = x.astype(jnp.float32), jnp.sort(w.astype(jnp.float32), axis=-1)
     count = jax.vmap(inside, in_axes=(1, 0))(x, w)
     return 1.0 - (count / w.shape[-1]).mean()
-
-
-# Weights in the open interval (x − 1/c, x + 1/c): after all that are ≤ its low end, before all that
-# are ≥ its high one.
-_ENDS = ((-1.0, "right"), (1.0, "left"))

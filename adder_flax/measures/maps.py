@@ -40,9 +40,8 @@ def stochastic_part(
 ) -> Float[np.ndarray, "*batch query key"]:
     """The maps without the identity, in float64 with rows that sum to 1 exactly: what softmax gave.
 
-    Example:
-      >>> stochastic_part(np.full((2, 2), 0.5) + np.eye(2)).tolist()
-      [[0.5, 0.5], [0.5, 0.5]]
+    >>> stochastic_part(np.full((2, 2), 0.5) + np.eye(2)).tolist()
+    [[0.5, 0.5], [0.5, 0.5]]
     """
     maps = np.asarray(maps, np.float64)
     if has_identity(maps):
@@ -67,9 +66,6 @@ def patch_attention(
       prefix_tokens: how many tokens stand in front of the patches, as `VisionTransformer` says.
       class_token: whether the first of them is one that is read, as `VisionTransformer` says.
 
-    Returns:
-      Weights over the patches that sum to 1; multiplied by their number, 1 is uniform attention.
-
     Example:
       >>> patch_attention(np.array([[0.5, 0.375, 0.125]] * 3)).tolist()
       [0.75, 0.25]
@@ -85,9 +81,8 @@ def entropy(maps: Float[ArrayLike, "*batch query key"]) -> Float[np.ndarray, "*b
 
     The identity is left out.
 
-    Example:
-      >>> np.exp(entropy(np.full((3, 3), 1 / 3))).round(6).tolist()  # as spread as 3 equal weights
-      [3.0, 3.0, 3.0]
+    >>> np.exp(entropy(np.full((3, 3), 1 / 3))).round(6).tolist()  # as spread as 3 equal weights
+    [3.0, 3.0, 3.0]
     """
     return np.asarray(row_entropy(stochastic_part(maps)))
 
@@ -103,22 +98,14 @@ def row_entropy(
 def mean_distance(
     maps: Float[ArrayLike, "*batch token token"], grid: tuple[int, int], *, prefix_tokens: int = 1
 ) -> Float[NumPy, "*batch"]:
-    """Mean distance that attention reaches across the image, in patches.
+    """Mean distance that attention reaches across the image, whose ``grid`` is rows and columns.
 
-    Source: Dosovitskiy et al., 2021, figure 7.
+    Σ_ij A_ij |x_i − x_j| over the weights that stay among patches, mean over the queries. Source:
+    Dosovitskiy et al., 2021, figure 7.
 
-    Args:
-      maps: with or without the identity; only attention from patches to patches counts.
-      grid: rows and columns of patches.
-      prefix_tokens: how many tokens stand in front of the patches.
-
-    Returns:
-      Σ_ij A_ij |x_i − x_j| over the weights that stay among patches, mean over the queries.
-
-    Example:
-      >>> next_door = np.eye(4)[[1, 0, 3, 2]]
-      >>> mean_distance(next_door, (2, 2), prefix_tokens=0).item()
-      1.0
+    >>> next_door = np.eye(4)[[1, 0, 3, 2]]
+    >>> mean_distance(next_door, (2, 2), prefix_tokens=0).item()
+    1.0
     """
     maps = stochastic_part(maps)[..., prefix_tokens:, prefix_tokens:]
     place = np.stack(np.meshgrid(*map(np.arange, grid), indexing="ij"), -1).reshape(-1, 2)

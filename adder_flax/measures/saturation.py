@@ -102,9 +102,8 @@ def gradient_norms(
       input_norms: in units of √d.
       dim: width of queries and keys.
       hidden: hidden width of the additive score.
-      keys: number of keys that the softmax chooses from.
-      draws: random weights and inputs.
-      seed: of the draws.
+      keys: that the softmax chooses from.
+      draws, seed: of random weights and inputs.
 
     Example:
       >>> norms = gradient_norms([1.0, 1000.0])
@@ -116,7 +115,8 @@ def gradient_norms(
     # For normal weights W_sᵀ s + W_hᵀ h is normal with variance (‖s‖² + ‖h‖²)/(2d): they need not
     # be drawn.
     unit_preactivation, v = normal((draws, hidden)), normal((draws, hidden)) / np.sqrt(hidden)
-    query, others = (_unit(normal(shape)) for shape in ((draws, dim), (draws, keys, dim)))
+    query, others = normal((draws, dim)), normal((draws, keys, dim))
+    query, others = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, others))
     columns = []
     for norm in np.asarray(input_norms, float):
         length = norm * np.sqrt(dim)
@@ -124,19 +124,13 @@ def gradient_norms(
             additive_gradient_norm(norm * unit_preactivation, v, length, layer_norm=on)
             for on in (False, True)
         )
-        dots = [
-            dot_product_gradient(length * query, length * others, scale=scale)
-            for scale in (1.0, dim**-0.5)
-        ]
+        tokens, scales = (length * query, length * others), (1.0, dim**-0.5)
+        dots = [dot_product_gradient(*tokens, scale=scale) for scale in scales]
         dot_norms = [np.median(np.linalg.norm(gradient, axis=-1)) for gradient, _ in dots]
         active = [np.median(1.0 - weights.max(-1)) for _, weights in dots]
         rms = np.sqrt(np.mean(additive**2))
         columns.append((norm, np.median(additive), rms, np.median(normed), *dot_norms, *active))
     return GradientNorms(*np.transpose(columns))
-
-
-def _unit(x: np.ndarray) -> np.ndarray:
-    return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
 ENTROPY_SCORES = ("dot", "dot, unscaled", "adder", "adder, variance-matched", "adder, unscaled")
@@ -145,25 +139,16 @@ ENTROPY_SCORES = ("dot", "dot, unscaled", "adder", "adder, variance-matched", "a
 def entropy_by_width(
     head_dims: Sequence[int], *, keys: int = 197, queries: int = 64, seed: int = 0
 ) -> dict[str, Float[np.ndarray, " dims"]]:
-    """Mean entropy of the softmax over scores between unit-normal queries and keys, by width.
+    """Mean entropy in nats of the softmax over scores of unit-normal queries and keys, by width.
 
-    Without scaling it falls with the width, with it it does not; the adder score at 1/√d has
-    variance 0.727 instead of 1, so its maps are a little flatter than the dot product's, and the
-    variance-matched scale takes that back.
+    Of each of :data:`ENTROPY_SCORES`; the largest possible is ln(keys). Without scaling it falls
+    with the width, with it it does not; the adder score at 1/√d has variance 0.727 instead of 1, so
+    its maps are a little flatter than the dot product's, and the variance-matched scale takes that
+    back.
 
-    Args:
-      head_dims: widths d.
-      keys: how many keys each query sees.
-      queries: how many queries are averaged.
-      seed: of the vectors.
-
-    Returns:
-      {mechanism: entropies in nats}, for :data:`ENTROPY_SCORES`; the largest possible is ln(keys).
-
-    Example:
-      >>> by_width = entropy_by_width([4, 256])
-      >>> bool(by_width["dot, unscaled"][1] < 1.0 < by_width["dot"][1])
-      True
+    >>> by_width = entropy_by_width([4, 256])
+    >>> bool(by_width["dot, unscaled"][1] < 1.0 < by_width["dot"][1])
+    True
     """
     rng = np.random.default_rng(seed)
     result: dict[str, list[float]] = {name: [] for name in ENTROPY_SCORES}

@@ -23,9 +23,8 @@ from adder_flax.measures.maps import stochastic_part
 def singular_values(maps: Float[ArrayLike, "*batch n n"]) -> Float[np.ndarray | Array, "*batch n"]:
     """Singular values, largest first, of the maps as they are given.
 
-    Example:
-      >>> singular_values(np.diag([1.0, 3.0])).tolist()
-      [3.0, 1.0]
+    >>> singular_values(np.diag([1.0, 3.0])).tolist()
+    [3.0, 1.0]
     """
     library, maps = library_of(maps)
     return library.linalg.svd(maps, compute_uv=False)
@@ -34,9 +33,8 @@ def singular_values(maps: Float[ArrayLike, "*batch n n"]) -> Float[np.ndarray | 
 def cumulative(sigma: Float[ArrayLike, "*batch n"]) -> Float[np.ndarray | Array, "*batch n"]:
     """f(r) = Σ_{t≤r} σ_t / Σ_t σ_t for r = 1 … N.
 
-    Example:
-      >>> cumulative(np.array([3.0, 1.0])).tolist()
-      [0.75, 1.0]
+    >>> cumulative(np.array([3.0, 1.0])).tolist()
+    [0.75, 1.0]
     """
     library, sigma = library_of(sigma)
     return library.cumsum(sigma, -1) / library.sum(sigma, -1, keepdims=True)
@@ -47,9 +45,8 @@ def equivalent_rank(
 ) -> Int[NumPy | Array, "*batch"]:
     """Smallest r with f(r) ≥ level, up to the rounding of a sum of N terms.
 
-    Example:
-      >>> equivalent_rank(np.ones(10)).item()
-      9
+    >>> equivalent_rank(np.ones(10)).item()
+    9
     """
     library, share = library_of(cumulative(sigma))
     rounding = 4 * share.shape[-1] * library.finfo(share.dtype).eps
@@ -61,9 +58,8 @@ def effective_rank(sigma: Float[np.ndarray, "*batch n"]) -> Float[NumPy, "*batch
 
     Source: Roy and Vetterli, EUSIPCO 2007.
 
-    Example:
-      >>> effective_rank(np.array([1.0, 1.0, 0.0])).round(6).item()
-      2.0
+    >>> effective_rank(np.array([1.0, 1.0, 0.0])).round(6).item()
+    2.0
     """
     share = sigma / np.sum(sigma, -1, keepdims=True)
     return np.exp(-np.sum(share * np.log(np.where(share > 0, share, 1.0)), -1))
@@ -72,13 +68,12 @@ def effective_rank(sigma: Float[np.ndarray, "*batch n"]) -> Float[NumPy, "*batch
 def asymmetry(maps: Float[ArrayLike, "*batch n n"]) -> Float[NumPy, "*batch"]:
     """‖A − Aᵀ‖_F / ‖A‖_F: 0 for symmetric maps, at most √2 for maps without negative entries.
 
-    Example:
-      >>> asymmetry(np.array([[0.0, 1.0], [0.0, 0.0]])).round(4).item()
-      1.4142
+    >>> asymmetry(np.array([[0.0, 1.0], [0.0, 0.0]])).round(4).item()
+    1.4142
     """
     maps = np.asarray(maps, np.float64)
     norm = lambda matrix: np.linalg.norm(matrix, axis=(-2, -1))
-    return norm(maps - np.swapaxes(maps, -1, -2)) / norm(maps)
+    return norm(maps - maps.mT) / norm(maps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,20 +118,15 @@ class IdentityEffect:
 
 
 def identity_effect(maps: Float[ArrayLike, "*batch n n"]) -> IdentityEffect:
-    """What adding the identity does to the spectrum of each map.
+    """What adding the identity, which is taken off first, does to the spectrum of each map.
 
-    Args:
-      maps: attention maps with or without the identity, which is taken off first if it is there.
-
-    Example:
-      >>> effect = identity_effect(np.full((4, 4), 0.25))  # positive semidefinite, rank 1
-      >>> effect.rank.item(), effect.rank_identity.item(), effect.deviation.round(12).item()
-      (1, 4, 0.0)
+    >>> effect = identity_effect(np.full((4, 4), 0.25))  # positive semidefinite, rank 1
+    >>> effect.rank.item(), effect.rank_identity.item(), effect.deviation.round(12).item()
+    (1, 4, 0.0)
     """
     maps = stochastic_part(maps)
     size = maps.shape[-1]
     sigma, shifted = (np.asarray(singular_values(m)) for m in (maps, maps + np.eye(size)))
-    symmetric_part = (maps + np.swapaxes(maps, -1, -2)) / 2
     return IdentityEffect(
         f=np.asarray(cumulative(sigma)),
         f_identity=np.asarray(cumulative(shifted)),
@@ -147,5 +137,5 @@ def identity_effect(maps: Float[ArrayLike, "*batch n n"]) -> IdentityEffect:
         effective_rank_identity=effective_rank(shifted),
         deviation=np.abs(shifted - sigma - 1).max(-1),
         asymmetry=asymmetry(maps),
-        lowest_eigenvalue=np.linalg.eigvalsh(symmetric_part)[..., 0],
+        lowest_eigenvalue=np.linalg.eigvalsh((maps + maps.mT) / 2)[..., 0],
     )

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import ArrayLike, Float
 
-from adder_flax.measures._arrays import kurtosis
+from adder_flax.measures._arrays import kurtosis, wide
 
 ADDER_VARIANCE_PER_DIM = 2 * (1 - 2 / np.pi)
 
@@ -24,9 +24,8 @@ _PER_DIM = {"dot": 1.0, "adder": ADDER_VARIANCE_PER_DIM, "gaussian": 2.0}
 def predicted_variance(score: str, head_dim: int) -> float:
     """Variance of a raw "dot", "adder" or "gaussian" score at width ``head_dim``.
 
-    Example:
-      >>> predicted_variance("dot", 64), round(predicted_variance("adder", 64), 3)
-      (64.0, 46.513)
+    >>> predicted_variance("dot", 64), round(predicted_variance("adder", 64), 3)
+    (64.0, 46.513)
     """
     return _PER_DIM[_known(score)] * head_dim
 
@@ -44,9 +43,9 @@ def pair_scores(
       >>> pair_scores(np.array([[1.0, 2.0]]), np.array([[0.0, 4.0]]), "adder").item()
       -3.0
     """
-    query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
+    query, key = wide(query, key)
     if _known(score) == "dot":
-        return query @ np.swapaxes(key, -1, -2)
+        return query @ key.mT
     difference = query[..., :, None, :] - key[..., None, :, :]
     return -np.abs(difference).sum(-1) if score == "adder" else -np.square(difference).sum(-1) / 2
 
@@ -145,7 +144,7 @@ def live_variance(
       >>> 0.9 < live.measured / live.predicted < 1.1
       True
     """
-    query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
+    query, key = wide(query, key)
     dim = query.shape[-1]
     measured = pair_scores(query, key, score).var((-2, -1)).mean()
     variances = [float(x.var(-2).mean()) for x in (query, key)]
@@ -153,19 +152,15 @@ def live_variance(
     # The dot product's variance is the product of the two, a distance's grows with their sum.
     both, total = np.prod(variances), sum(variances) / 2
     factor = {"dot": both, "adder": total, "gaussian": total**2}[score]
+    # Of a token's own components, over the tokens.
+    q, k = (x - x.mean(-2, keepdims=True) for x in (query, key))
+    scale = np.sqrt((q**2).mean(-2) * (k**2).mean(-2))
     return LiveVariance(
         head_dim=dim,
         measured=float(measured),
         predicted=predicted,
         rescaled=predicted * float(factor),
         query_rms=float(np.sqrt(np.mean(query**2))),
-        component_correlation=_correlation(query, key),
+        component_correlation=float(np.mean((q * k).mean(-2) / np.where(scale > 0, scale, 1.0))),
         excess_kurtosis=float(np.mean([kurtosis(x, -2).mean() - 3.0 for x in (query, key)])),
     )
-
-
-def _correlation(query: np.ndarray, key: np.ndarray) -> float:
-    """Correlation of a token's own query and key components, mean over them."""
-    query, key = (x - x.mean(-2, keepdims=True) for x in (query, key))
-    scale = np.sqrt((query**2).mean(-2) * (key**2).mean(-2))
-    return float(np.mean((query * key).mean(-2) / np.where(scale > 0, scale, 1.0)))

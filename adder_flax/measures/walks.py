@@ -7,6 +7,7 @@ twice over; all functions but :func:`rollout` take the identity off first. They 
 compute in float64.
 """
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,22 +22,20 @@ def stationary_distribution(maps: Float[ArrayLike, "*batch n n"]) -> Float[np.nd
 
     Solves (I − Aᵀ + 𝟏𝟏ᵀ) π = 𝟏, which has the one solution with Σ π = 1.
 
-    Example:
-      >>> stationary_distribution(np.array([[0.9, 0.1], [0.3, 0.7]])).round(12).tolist()
-      [0.75, 0.25]
+    >>> stationary_distribution(np.array([[0.9, 0.1], [0.3, 0.7]])).round(12).tolist()
+    [0.75, 0.25]
     """
     maps = stochastic_part(maps)
     size = maps.shape[-1]
     ones = np.ones((*maps.shape[:-1], 1))
-    return np.linalg.solve(np.eye(size) - np.swapaxes(maps, -1, -2) + 1.0, ones)[..., 0]
+    return np.linalg.solve(np.eye(size) - maps.mT + 1.0, ones)[..., 0]
 
 
 def eigenvalues(maps: Float[ArrayLike, "*batch n n"]) -> Inexact[np.ndarray, "*batch n"]:
     """Eigenvalues by falling modulus; the first is 1. Complex if the walk is not reversible.
 
-    Example:
-      >>> eigenvalues(np.array([[0.9, 0.1], [0.3, 0.7]])).real.round(12).tolist()
-      [1.0, 0.6]
+    >>> eigenvalues(np.array([[0.9, 0.1], [0.3, 0.7]])).real.round(12).tolist()
+    [1.0, 0.6]
     """
     values = np.linalg.eigvals(stochastic_part(maps))
     return np.take_along_axis(values, np.argsort(-np.abs(values), -1, kind="stable"), -1)
@@ -45,9 +44,8 @@ def eigenvalues(maps: Float[ArrayLike, "*batch n n"]) -> Inexact[np.ndarray, "*b
 def spectral_gap(maps: Float[ArrayLike, "*batch n n"]) -> Float[NumPy, "*batch"]:
     """1 − |λ₂|: how much of what tells starting points apart one step wipes out.
 
-    Example:
-      >>> spectral_gap(np.array([[0.9, 0.1], [0.3, 0.7]])).round(12).item()
-      0.4
+    >>> spectral_gap(np.array([[0.9, 0.1], [0.3, 0.7]])).round(12).item()
+    0.4
     """
     values = np.abs(eigenvalues(maps))
     return 1.0 - values[..., 1] if values.shape[-1] > 1 else np.ones(values.shape[:-1])
@@ -56,9 +54,8 @@ def spectral_gap(maps: Float[ArrayLike, "*batch n n"]) -> Float[NumPy, "*batch"]
 def k_step(maps: Float[ArrayLike, "*batch n n"], steps: int) -> Float[np.ndarray, "*batch n n"]:
     """A^k, the transition matrix of k steps.
 
-    Example:
-      >>> k_step(np.array([[0.0, 1.0], [1.0, 0.0]]), 2).tolist()
-      [[1.0, 0.0], [0.0, 1.0]]
+    >>> k_step(np.array([[0.0, 1.0], [1.0, 0.0]]), 2).tolist()
+    [[1.0, 0.0], [0.0, 1.0]]
     """
     return np.linalg.matrix_power(stochastic_part(maps), steps)
 
@@ -80,10 +77,8 @@ def mixing_time(
       >>> mixing_time(np.array([[0.9, 0.1], [0.3, 0.7]])).item()  # the distance is 0.75 · 0.6^k
       3
     """
-    maps = stochastic_part(maps)
-    flat = maps.reshape(-1, *maps.shape[-2:])
-    times = [_mixing_time(matrix, epsilon, limit) for matrix in flat]
-    return np.array(times).reshape(maps.shape[:-2])
+    time = np.vectorize(_mixing_time, signature="(n,n),(),()->()")
+    return time(stochastic_part(maps), epsilon, limit)
 
 
 def _mixing_time(matrix: np.ndarray, epsilon: float, limit: int) -> int:
@@ -111,13 +106,12 @@ def irreversibility(maps: Float[ArrayLike, "*batch n n"]) -> Float[NumPy, "*batc
     It is 0 for a reversible walk. Diffusion maps are made for these, so this says how far to trust
     them.
 
-    Example:
-      >>> irreversibility(np.eye(3)[[1, 2, 0]]).item()  # round and round
-      1.0
+    >>> irreversibility(np.eye(3)[[1, 2, 0]]).item()  # round and round
+    1.0
     """
     maps = stochastic_part(maps)
     flow = stationary_distribution(maps)[..., None] * maps
-    return np.abs(flow - np.swapaxes(flow, -1, -2)).sum((-2, -1)) / 2
+    return np.abs(flow - flow.mT).sum((-2, -1)) / 2
 
 
 def diffusion_map(
@@ -147,7 +141,7 @@ def diffusion_map(
     root = np.sqrt(stationary_distribution(maps))
     # Π^½ A Π^−½; its symmetric part reverses the walk.
     similar = root[..., :, None] * maps / root[..., None, :]
-    values, vectors = np.linalg.eigh((similar + np.swapaxes(similar, -1, -2)) / 2)
+    values, vectors = np.linalg.eigh((similar + similar.mT) / 2)
     order = np.argsort(-np.abs(values), -1, kind="stable")[..., 1 : dims + 1]
     values = np.take_along_axis(values, order, -1)
     vectors = np.take_along_axis(vectors, order[..., None, :], -1) / root[..., None]
@@ -165,8 +159,7 @@ def rollout(maps: Sequence[Float[ArrayLike, "*batch head n n"]]) -> Float[np.nda
     sum to. Blocks multiply, the last from the left.
 
     Args:
-      maps: of every block, first to last, (…, heads, N, N), with or without the identity; any
-        leading axes.
+      maps: of every block, first to last, with or without the identity.
 
     Returns:
       Rows of tokens after the last block over tokens before the first; they sum to 1.
@@ -177,14 +170,9 @@ def rollout(maps: Sequence[Float[ArrayLike, "*batch head n n"]]) -> Float[np.nda
       >>> rollout([np.full((1, 2, 2), 0.5) + np.eye(2)]).round(4).tolist()
       [[0.8333, 0.1667], [0.1667, 0.8333]]
     """
-    result = None
-    for block in maps:
-        shortcuts = 2.0 if has_identity(block) else 1.0
-        mean = stochastic_part(block).mean(-3)
-        mixing = (mean + shortcuts * np.eye(mean.shape[-1])) / (1.0 + shortcuts)
-        result = mixing if result is None else mixing @ result
-    if result is None:
-        raise ValueError(
-            "expected the maps of at least one block, got none. Pass one array per block."
-        )
-    return result
+
+    def mixing(block: ArrayLike) -> np.ndarray:
+        shortcuts, mean = 2.0 if has_identity(block) else 1.0, stochastic_part(block).mean(-3)
+        return (mean + shortcuts * np.eye(mean.shape[-1])) / (1.0 + shortcuts)
+
+    return functools.reduce(lambda below, above: above @ below, map(mixing, maps))

@@ -38,12 +38,11 @@ class Section:
         figure: str = "",
         margins: tuple[float, ...] = (),
     ) -> Claim:
-        """Returns a claim that this section's source makes.
+        """Returns a claim (see `Claim`) that this section's source makes.
 
         Args:
           place: in the source, or what is said of it in brackets.
           verdict: in words, or whether the claim holds.
-          name, statement, number, finding, figure, margins: see `Claim`.
 
         Example:
           >>> claim = ENERGY.claim("two", "page 2", "1 + 1 is 2.", 1 + 1 == 2, "2", "It is 2.")
@@ -79,15 +78,14 @@ def register_claims(
 ) -> Callable[[Measure], Measure]:
     """Puts a family of claims into every report that is written from now on.
 
+    It decorates the function that computes, judges and draws: ``measure(study) → Findings``.
+
     Args:
       name: of the family.
       section: one of the library's (`ADDER`, `ADDITIVE`, `BROWNIAN`, `ENERGY`) or your own.
       of: the kind of study that the function takes: `Study` of images by blocks of attention,
         `ImageStudy` of images by any model, `SequenceStudy`, or ``object`` for claims that are true
         or false whatever was looked at. Reports of other studies leave the family out.
-
-    Returns:
-      A decorator of the function that computes, judges and draws: ``measure(study) → Findings``.
 
     Raises:
       ValueError: another family has this name.
@@ -104,9 +102,8 @@ def register_claims(
     """
 
     def register(measure: Measure) -> Measure:
-        CLAIMS.register(
-            name, Family(section, measure, of), origin=(measure.__module__, measure.__qualname__)
-        )
+        origin = measure.__module__, measure.__qualname__
+        CLAIMS.register(name, Family(section, measure, of), origin=origin)
         return measure
 
     return register

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 
 from adder_flax.arrays import AnyArray
 from adder_flax.attention import capture_attention
+from adder_flax.report._study import beside
 from adder_flax.settings import AttentionSettings
 
 if TYPE_CHECKING:
@@ -64,10 +65,9 @@ class SequenceStudy:
     def about(self) -> str:
         """Returns what was looked at, for the head of the page."""
         words, rate = f"measured on {len(self.sources)} words", self.subject.error_rate
-        parts = [f"{words} (phoneme error rate {rate:.1%})"]
-        if self.baseline:
-            parts.append(f"compared with {self.baseline.name} ({self.baseline.error_rate:.1%})")
-        return ", ".join([*parts, *["and with its untrained self"] * (self.untrained is not None)])
+        of_other = f" ({self.baseline.error_rate:.1%})" if self.baseline else ""
+        other = beside(self.baseline, self.untrained, of_other)
+        return ", ".join([f"{words} (phoneme error rate {rate:.1%})", *other])
 
     def alignments(self, subject: SequenceSubject) -> list[Float[np.ndarray, "target source"]]:
         """Returns the maps of a subject, a word's symbols long and wide."""
@@ -80,21 +80,13 @@ def observe_sequences(
 ) -> SequenceSubject:
     """Runs a sequence model on the words of a report.
 
-    Args:
-      name: of the model, in legends.
-      model: as `adder_flax.tasks.Transduction` calls it.
-      task: of the run.
-      batch: records to evaluate.
-
     Raises:
       ValueError: nothing in the model attends through `adder_flax.attention`.
     """
     from adder_flax.tasks import closest  # figures are drawn without what reads data
 
     source, first = task.inputs(batch)
-    score = jax.jit(
-        lambda model, source, references: closest(task.write(model, source), references)
-    )
+    score = jax.jit(lambda model, source, right: closest(task.write(model, source), right))
     edits, phonemes = map(np.asarray, score(model, source, batch["references"]))
     uniform = with_uniform_maps(model)
     if uniform is not None:
@@ -104,8 +96,7 @@ def observe_sequences(
 
 
 def with_uniform_maps(model: nnx.Module) -> nnx.Module | None:
-    """Returns a copy of a model whose attention gives every key the same weight; None if it has no
-    such layer.
+    """Returns a copy whose attention gives every key the same weight; None if it has no such layer.
 
     >>> from adder_flax.attention import SequenceAttention
     >>> model = SequenceAttention(4, 4, score="adder", rngs=nnx.Rngs(0))

@@ -64,7 +64,7 @@ class Claim:
 
     def row(self) -> dict[str, str]:
         """Returns the claim as a line of ``claims.csv``."""
-        return {**vars(self), "margins": " ".join(repr(float(margin)) for margin in self.margins)}
+        return vars(self) | {"margins": " ".join(repr(float(margin)) for margin in self.margins)}
 
     @classmethod
     def from_row(cls, row: Mapping[str, str]) -> "Claim":
@@ -158,9 +158,8 @@ class Subject:
 
     def attention(self, index: int) -> MultiHeadAttention:
         """The attention module of a block."""
-        modules: Any = nnx.iter_modules(self.model)
-        wanted = self.captured.blocks[index].path
-        return next(module for path, module in modules if ".".join(map(str, path)) == wanted)
+        wanted, modules = self.captured.blocks[index].path, nnx.iter_modules(self.model)
+        return next(m for path, m in modules if ".".join(map(str, path)) == wanted)  # pyright: ignore
 
     @property
     def prefix_tokens(self) -> int:
@@ -213,16 +212,17 @@ class ImageStudy:
     def about(self) -> str:
         """Returns what was looked at, for the head of the page."""
         accuracy = np.mean(self.subject.captured.logits.argmax(-1) == self.labels)
-        parts = [
-            *self._anatomy(),
-            f"measured on {len(self.labels)} images ({accuracy:.1%} classified right)",
-            f"compared with {self.baseline.name}" if self.baseline else "",
-            "and with its untrained self" if self.untrained else "",
-        ]
-        return ", ".join(filter(None, parts))
+        right = f"measured on {len(self.labels)} images ({accuracy:.1%} classified right)"
+        return ", ".join([*self._anatomy(), right, *beside(self.baseline, self.untrained)])
 
     def _anatomy(self) -> list[str]:
         return ["no blocks of attention: claims about maps are left out"]
+
+
+def beside(baseline: Any, untrained: Any, said: str = "") -> list[str]:
+    """What a subject is compared with, for the head of the page."""
+    compared = [f"compared with {baseline.name}{said}"] if baseline else []
+    return compared + (["and with its untrained self"] if untrained else [])
 
 
 class Study(ImageStudy):
@@ -241,17 +241,15 @@ class Study(ImageStudy):
     @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of patches."""
-        tokens = self.subject.captured.blocks[0].map.shape[-1] - self.subject.prefix_tokens
+        tokens = self.subject.maps[0].shape[-1] - self.subject.prefix_tokens
         return patch_grid(self.pictures.shape[1:], tokens)
 
     @property
     def adder_and_dot(self) -> tuple[Subject, Subject] | None:
         """(adder, multiplicative) among subject and baseline, or None."""
-        if self.baseline is None:
-            return None
-        kinds = {frozenset(subject.scores): subject for subject in (self.subject, self.baseline)}
-        adder, dot = kinds.get(frozenset({"adder"})), kinds.get(frozenset({"dot"}))
-        return None if adder is None or dot is None else (adder, dot)
+        kinds = {frozenset(s.scores): s for s in (self.subject, self.baseline) if s}
+        adder, dot = (kinds.get(frozenset({score})) for score in ("adder", "dot"))
+        return (adder, dot) if adder and dot else None
 
 
 def observe(
@@ -279,8 +277,7 @@ def study_images(
     second_order: Mapping[str, Sequence[SecondOrderStep]],
     peak_learning_rate: float,
 ) -> ImageStudy:
-    """Puts together a `Study` if all models consist of blocks of attention, else an `ImageStudy`,
-    whose attributes the arguments are.
+    """Puts together a `Study` if all models consist of blocks of attention, else an `ImageStudy`.
 
     Raises:
       ValueError: if there are not as many labels as images.
@@ -290,31 +287,23 @@ def study_images(
         raise ValueError(
             f"expected one label for each of {len(predicted)} images, got {len(labels)}"
         )
-    title = lambda index: (
-        str(index) if label_names is None else printable(label_names[index], limit=60)
-    )
+    name = lambda i: str(i) if label_names is None else printable(label_names[i], limit=60)
+    pairs = zip(labels, predicted, strict=True)
     attend = all(model.attends for model in filter(None, (subject, baseline, untrained)))
     return (Study if attend else ImageStudy)(
-        subject=subject,
-        baseline=baseline,
-        untrained=untrained,
-        pictures=np.asarray(pictures),
-        captions=[
-            f"{title(true)}, seen as {title(seen)}"
-            for true, seen in zip(labels, predicted, strict=True)
-        ],
-        labels=labels,
-        second_order={where: taken for where, taken in second_order.items() if taken},
-        peak_learning_rate=peak_learning_rate,
+        subject,
+        baseline,
+        untrained,
+        np.asarray(pictures),
+        [f"{name(true)}, seen as {name(seen)}" for true, seen in pairs],
+        labels,
+        {where: taken for where, taken in second_order.items() if taken},
+        peak_learning_rate,
     )
 
 
 def require_probabilities(model: nnx.Module, *inputs: Any) -> None:
-    """Checks that a report can be made of a model: rollout and walks are made of probabilities.
-
-    Args:
-      model: may be abstract, as may be the inputs: nothing is computed.
-      *inputs: what the model is called with.
+    """Checks that rollout and walks can be made of a model, which may be abstract, as its inputs.
 
     Raises:
       ValueError: a score whose rows of weights are registered as anything else.

@@ -58,8 +58,13 @@ def new_figure(
     return figure, figure.subplots(rows, columns, squeeze=False, **grid)
 
 
-def dress(axes: "Axes", *, xlabel: str = "", ylabel: str = "", title: str = "") -> "Axes":
-    """Labels the axes, opens the frame at the top and right, and draws a faint grid."""
+def dress(
+    axes: "Axes", *, xlabel: str = "", ylabel: str = "", title: str = "", legend_at: str = ""
+) -> "Axes":
+    """Labels the axes, opens the frame at the top and right, and draws a faint grid.
+
+    With ``legend_at``, a location of Matplotlib's such as "best", it has a legend.
+    """
     axes.set_xlabel(xlabel, fontsize=_FONT["size"])
     axes.set_ylabel(ylabel, fontsize=_FONT["size"])
     axes.set_title(title, fontsize=_FONT["size"] + 1, loc="left", **_PLAIN)
@@ -67,6 +72,8 @@ def dress(axes: "Axes", *, xlabel: str = "", ylabel: str = "", title: str = "") 
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(True, color="#e4e4e4", linewidth=0.6)
     axes.set_axisbelow(True)
+    if legend_at:
+        legend(axes, loc=legend_at)
     return axes
 
 
@@ -94,10 +101,9 @@ def by_block(axes: "Axes", groups: Mapping[str, Sequence[Any]]) -> dict[str, np.
     """Draws mean and standard deviation over images and heads, a line a group; returns them."""
     columns: dict[str, np.ndarray] = {}
     for line, (label, values) in zip(LINES, groups.items(), strict=False):
-        flat = [np.ravel(value).astype(float) for value in values]
-        mean, std = (np.array(list(map(reduce, flat))) for reduce in (np.mean, np.std))
-        blocks = np.arange(1, len(flat) + 1)
-        style = {**line, "markersize": 4, "linewidth": 1.3, "capsize": 2}
+        mean, std = (np.array([f(np.asarray(v, float)) for v in values]) for f in (np.mean, np.std))
+        blocks = np.arange(1, len(mean) + 1)
+        style = line | {"markersize": 4, "linewidth": 1.3, "capsize": 2}
         axes.errorbar(blocks, mean, yerr=std, **style, label=label)
         whole_ticks(axes)
         columns |= {"block": blocks, f"{label}, mean": mean, f"{label}, std": std}
@@ -122,31 +128,26 @@ def legend(axes: "Axes", **options: Any) -> None:
         text.set(**_PLAIN)
 
 
-def headline(figure: "Figure", title: str) -> None:
-    """A title above all axes."""
-    figure.suptitle(printable(title, limit=100), fontsize=11, **_PLAIN)
+def headline(figure: "Figure", title: str) -> "Figure":
+    """A title above all axes, if there is one."""
+    if title:
+        figure.suptitle(printable(title, limit=100), fontsize=11, **_PLAIN)
+    return figure
 
 
 def save_figure(
     figure: "Figure", path: str | Path, formats: Iterable[str] = ("png",)
 ) -> list[Path]:
-    """Writes a figure as ``path`` with each of the formats for a suffix.
+    """Writes a figure as ``path``, whose directories are made, with each format for a suffix.
 
-    Args:
-      figure: from one of the figure functions.
-      path: where to, without suffix or with one that is replaced; directories are made.
-      formats: "png" (150 dots per inch), "svg" and whatever else Matplotlib writes.
+    Formats are "png" (150 dots per inch), "svg" and whatever else Matplotlib writes.
 
-    Returns:
-      The paths written.
-
-    Example:
-      >>> import tempfile
-      >>> from adder_flax.report import curves_figure
-      >>> figure = curves_figure([{"step": 1, "train/loss": 2.3}, {"step": 2, "train/loss": 1.9}])
-      >>> with tempfile.TemporaryDirectory() as directory:
-      ...     [path.name for path in save_figure(figure, f"{directory}/curves", ("png", "svg"))]
-      ['curves.png', 'curves.svg']
+    >>> import tempfile
+    >>> from adder_flax.report import curves_figure
+    >>> figure = curves_figure([{"step": 1, "train/loss": 2.3}, {"step": 2, "train/loss": 1.9}])
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     [path.name for path in save_figure(figure, f"{directory}/curves", ("png", "svg"))]
+    ['curves.png', 'curves.svg']
     """
     with needs("report"):
         from matplotlib import rc_context

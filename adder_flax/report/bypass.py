@@ -31,8 +31,7 @@ class Without(NamedTuple):
 def bypass(
     params: Mapping[Any, Any], score: Callable[[Any], float], *, each_block: bool = True
 ) -> list[Without]:
-    """Scores a transformer without each of its parts: all maps, all attention, each branch of each
-    block.
+    """Scores a transformer without all maps, all attention, and each branch of each block.
 
     Maps are made uniform by keys that are the same for every token, branches are turned off by a
     last layer that gives zeros; both are changes of parameters alone, so that one compiled function

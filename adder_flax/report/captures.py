@@ -1,6 +1,4 @@
-"""What flows through a model: queries, keys and maps of every attention layer, tokens of every
-block.
-"""
+"""What flows through a model: queries, keys and maps of its attention, tokens of its blocks."""
 
 import dataclasses
 from typing import Any
@@ -96,14 +94,10 @@ def capture(model: nnx.Module, *inputs: Any) -> Capture:
       ((3, 2, 17, 8), (3, 2, 17, 17), (3, 3, 17, 16))
     """
     logits, records = recorder.record(_WANTED, model, *inputs)
-    around = {
-        record.path: jax.tree.map(_wide, record.arrays)
-        for record in records
-        if record.kind == "block"
-    }
+    around = {r.path: jax.tree.map(_wide, r.arrays) for r in records if r.kind == "block"}
     blocks = tuple(_block(record, around) for record in records if record.kind == "attention")
     tokens = [arrays["output"] for arrays in around.values()]
-    return Capture(blocks=blocks, tokens=tokens[-1] if tokens else None, logits=_wide(logits))
+    return Capture(blocks, tokens[-1] if tokens else None, _wide(logits))
 
 
 _WANTED = {"attention": ["query", "key", "weights"], "block": ["tokens", "normalized", "output"]}
@@ -116,15 +110,8 @@ def _wide(array: jax.Array) -> np.ndarray:
 
 def _block(record: Record, around: dict[str, dict[str, np.ndarray]]) -> BlockCapture:
     query, key = _wide(record.arrays["query"]), _wide(record.arrays["key"])
-    block = next(
-        (arrays for path, arrays in around.items() if record.path.startswith(f"{path}.")), {}
-    )
-    return BlockCapture(
-        path=record.path,
-        score=record.facts["score"],
-        query=query,
-        key=np.repeat(key, query.shape[-3] // key.shape[-3], axis=-3),
-        map=_wide(attention_map(record)),
-        tokens=block.get("tokens"),
-        normalized=block.get("normalized"),
-    )
+    key = np.repeat(key, query.shape[-3] // key.shape[-3], axis=-3)
+    outside = (arrays for path, arrays in around.items() if record.path.startswith(f"{path}."))
+    tokens = map(next(outside, {}).get, ("tokens", "normalized"))
+    weights = _wide(attention_map(record))
+    return BlockCapture(record.path, record.facts["score"], query, key, weights, *tokens)

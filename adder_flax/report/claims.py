@@ -97,47 +97,35 @@ def _accuracy(metrics: Path) -> float:
     return [math.nan, *(row["eval/accuracy"] for row in rows if "eval/accuracy" in row)][-1]
 
 
+_Groups = Mapping[str, Sequence[ModelReport]]
+
+
 def claims_table(reports: Sequence[ModelReport]) -> str:
-    """The table as Markdown, one row a claim.
+    """The table as Markdown, one row a claim; the first seed of each mechanism comes first.
 
     Where models agree, a cell says so once; else it has a line for each mechanism. Over the seeds
     of a mechanism a verdict is counted, or decided by the interval of what decides it, and the
     number is that of the first.
-
-    Args:
-      reports: from :func:`read_report`; the first seed of each mechanism comes first.
-
-    Raises:
-      ValueError: there are no reports.
     """
-    if not reports:
-        raise ValueError(
-            "expected at least one report, got none. Pass the directories of analysed runs."
-        )
     groups = _groups(reports)
     lines = ["| claim | verdict | number | command | figure |", "|---|---|---|---|---|"]
     return "\n".join([*lines, *(_row(name, groups) for name in _names(groups))])
 
 
-def _names(groups: Mapping[str, Sequence[ModelReport]]) -> list[str]:
+def _names(groups: _Groups) -> list[str]:
     """Of all claims, in the order in which they are met."""
     every = itertools.chain.from_iterable(groups.values())
     return list(dict.fromkeys(name for report in every for name in report.claims))
 
 
-def _measured(
-    name: str, groups: Mapping[str, Sequence[ModelReport]]
-) -> tuple[dict[str, list[Claim]], dict[str, list[Claim]]]:
-    """A claim in the reports of each group, and where it was measured."""
-    made = {
-        group: [report.claims[name] for report in reports if name in report.claims]
+def _made(name: str, groups: _Groups, *, measured: bool = True) -> dict[str, list[Claim]]:
+    """A claim in the reports of each group, where it is in some."""
+    claims = {
+        group: [claim for report in reports if (claim := report.claims.get(name))]
         for group, reports in groups.items()
     }
-    found = {
-        group: [claim for claim in claims if claim.verdict != NOT_MEASURED]
-        for group, claims in made.items()
-    }
-    return made, {group: claims for group, claims in found.items() if claims}
+    wanted = lambda claim: not measured or claim.verdict != NOT_MEASURED
+    return {group: found for group, of in claims.items() if (found := [*filter(wanted, of)])}
 
 
 def _groups(reports: Sequence[ModelReport]) -> dict[str, list[ModelReport]]:
@@ -160,7 +148,7 @@ _GALLERY = {
 }
 
 
-def _gallery(groups: Mapping[str, Sequence[ModelReport]]) -> str:
+def _gallery(groups: _Groups) -> str:
     group, [report, *_] = next(iter(groups.items()))
     return "\n\n".join(
         f"{text}, {group}:\n\n![{text}]({_figure(group, name)})"
@@ -178,10 +166,9 @@ def _figure(group: str, name: str) -> str:
     return f"images/claims/{_slug(group)}-{name}.png"
 
 
-def _row(name: str, groups: Mapping[str, Sequence[ModelReport]]) -> str:
-    made, found = _measured(name, groups)
-    claim = next(claims[0] for claims in (found or made).values() if claims)
-    owner = next(iter(found or made))
+def _row(name: str, groups: _Groups) -> str:
+    found = _made(name, groups)
+    owner, (claim, *_) = next(iter((found or _made(name, groups, measured=False)).items()))
     cells = [
         f"**{claim.name}**: {claim.statement}<br>*{claim.source}*",
         _merged({group: _counted(claims) for group, claims in found.items()}) or NOT_MEASURED,
@@ -206,38 +193,23 @@ def _verdict(claims: Sequence[Claim]) -> str | None:
 def _counted(claims: Sequence[Claim]) -> str:
     """The verdict, with the number of seeds that it rests on where these matter."""
     verdict, seeds = _verdict(claims), len(claims)
-    if verdict is None:
-        counts = Counter(claim.verdict for claim in claims)
-        return "; ".join(
-            f"{said} ({count} of {seeds} seeds)" for said, count in counts.most_common()
-        )
     if seeds == 1:
-        return f"{verdict} (1 seed)" if verdict == NOT_DECIDED else verdict
-    if intervals := _intervals(claims):
-        return (
-            f"{verdict} ({seeds} seeds, margin "
-            f"{', '.join(f'{low:.3g} to {high:.3g}' for low, high in intervals)})"
-        )
-    return f"{verdict} ({seeds} of {seeds} seeds)"
+        return f"{verdict} (1 seed)" if verdict == NOT_DECIDED else claims[0].verdict
+    if verdict and (intervals := _intervals(claims)):
+        margins = ", ".join(f"{low:.3g} to {high:.3g}" for low, high in intervals)
+        return f"{verdict} ({seeds} seeds, margin {margins})"
+    counts = Counter(claim.verdict for claim in claims).most_common()
+    return "; ".join(f"{said} ({count} of {seeds} seeds)" for said, count in counts)
 
 
 def _intervals(claims: Sequence[Claim]) -> list[tuple[float, float]]:
-    """Of each margin over the seeds; none where a report has none."""
-    return [
-        _interval(margins) for margins in zip(*(claim.margins for claim in claims), strict=False)
-    ]
-
-
-def _interval(margins: Sequence[float], level: float = 0.95) -> tuple[float, float]:
-    """Student's interval of the mean of what seeds gave, the whole line for one seed.
-
-    >>> [round(end, 3) for end in _interval([1.0, 2.0, 3.0])]
-    [-0.484, 4.484]
-    """
-    if len(margins) < 2:
-        return -math.inf, math.inf
-    half = stats.t.ppf((1 + level) / 2, len(margins) - 1) * stats.sem(margins)
-    return float(np.mean(margins) - half), float(np.mean(margins) + half)
+    """Student's, of each margin over the seeds, the whole line for one seed."""
+    every = [*zip(*(claim.margins for claim in claims), strict=False)]
+    if not every or len(claims) < 2:
+        return [(-math.inf, math.inf)] * len(every)
+    half = stats.t.ppf(0.975, len(claims) - 1) * stats.sem(every, axis=1)
+    mean = np.mean(every, axis=1)
+    return list(zip(mean - half, mean + half, strict=True))
 
 
 def _merged(texts: Mapping[str, str]) -> str:
@@ -253,16 +225,7 @@ def _merged(texts: Mapping[str, str]) -> str:
 def write_claims(
     workdirs: Sequence[str | Path], out: str | Path, contests: Sequence[Contest] = ()
 ) -> Path:
-    """Writes the page of claims and copies the figures it shows beside it, to ``images/claims``.
-
-    Args:
-      workdirs: of analysed runs.
-      out: the Markdown file.
-      contests: of second-order with first-order optimizers.
-
-    Returns:
-      ``out``.
-    """
+    """Writes the page of claims and copies the figures it shows beside it, to ``images/claims``."""
     reports, out = [read_report(workdir) for workdir in workdirs], Path(out)
     groups = _groups(reports)
     page = document.render(
@@ -279,30 +242,22 @@ def write_claims(
     images = out.parent / "images" / "claims"
     shutil.rmtree(images, ignore_errors=True)
     images.mkdir(parents=True)
-    first = {_slug(group): of_group[0] for group, of_group in groups.items()}
+    with needs("report"):
+        from PIL import Image
+    first = {_slug(group): of_group[0].directory / "figures" for group, of_group in groups.items()}
     for owner, figure in sorted(set(re.findall(r"\(images/claims/(\w+?)-([\w-]+)\.png\)", page))):
-        _copy_small(
-            first[owner].directory / "figures" / f"{figure}.png", images / f"{owner}-{figure}.png"
-        )
+        # With a palette, in figures of few colours a third of the bytes and no visible difference.
+        with Image.open(first[owner] / f"{figure}.png") as image:
+            small = image.convert("RGB").quantize(256)
+            small.save(images / f"{owner}-{figure}.png", optimize=True)
     return out
 
 
-def _copy_small(source: Path, target: Path) -> None:
-    """Copies a picture with a palette, which in figures of few colours is a third of the bytes and
-    no visible difference.
-    """
-    with needs("report"):
-        from PIL import Image
-
-    with Image.open(source) as image:
-        image.convert("RGB").quantize(256).save(target, optimize=True)
-
-
-def _tally(groups: Mapping[str, Sequence[ModelReport]]) -> str:
+def _tally(groups: _Groups) -> str:
     """How the claims stand, over all models that they were measured on."""
     kinds: Counter[str] = Counter()
     for name in _names(groups):
-        verdicts = {_verdict(claims) for claims in _measured(name, groups)[1].values()}
+        verdicts = {_verdict(claims) for claims in _made(name, groups).values()}
         [kind] = verdicts if len(verdicts) == 1 else [None if verdicts else NOT_MEASURED]
         kind = "differ between models" if kind is None else kind
         kinds["hold under a condition" if kind.startswith("holds only") else kind] += 1
@@ -312,7 +267,7 @@ def _tally(groups: Mapping[str, Sequence[ModelReport]]) -> str:
 _PLURAL = {HOLDS: "hold", DOES_NOT_HOLD: "do not hold"}
 
 
-def _commands(groups: Mapping[str, Sequence[ModelReport]]) -> list[tuple[str, str, str]]:
+def _commands(groups: _Groups) -> list[tuple[str, str, str]]:
     """How the first run of each mechanism was trained and analysed.
 
     Differences are taken from the dot product's run of the same data and seed. A run that has the
@@ -323,10 +278,8 @@ def _commands(groups: Mapping[str, Sequence[ModelReport]]) -> list[tuple[str, st
         for file in sorted(Path("results").glob(f"*/{packed.NAME}"))
         for name in packed.read_packed(file)[1]
     }
-    dots: dict[tuple[str, int], Path] = {}
-    for report in itertools.chain.from_iterable(groups.values()):
-        if report.mechanism == "dot":
-            dots.setdefault((report.data, report.seed), report.workdir)
+    reports = reversed([*itertools.chain.from_iterable(groups.values())])  # the first ones win
+    dots = {(r.data, r.seed): r.workdir for r in reports if r.mechanism == "dot"}
     lines = []
     for group, [report, *_] in groups.items():
         train = analyse = f"--config={report.workdir / 'config.json'} --workdir={report.workdir}"
@@ -344,20 +297,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m adder_flax.report.claims", description="Writes docs/claims.md."
     )
-    parser.add_argument(
-        "workdirs", nargs="+", help="directories of analysed runs, first seeds first"
-    )
-    parser.add_argument(
-        "--out", default="docs/claims.md", help="the page; figures go to images/claims beside it"
-    )
-    parser.add_argument(
-        "--second-order",
-        nargs=3,
-        action="append",
-        default=[],
-        metavar=("FOLDER", "SECOND", "FIRST"),
-        help="results of a comparison, and its arms of second and of first order",
-    )
+    add = parser.add_argument
+    add("workdirs", nargs="+", help="directories of analysed runs, first seeds first")
+    said = "the page; figures go to images/claims beside it"
+    add("--out", default="docs/claims.md", help=said)
+    names = {"nargs": 3, "action": "append", "metavar": ("FOLDER", "SECOND", "FIRST")}
+    said = "results of a comparison, and its arms of second and of first order"
+    add("--second-order", **names, default=[], help=said)
     options: Any = parser.parse_args(argv)
     try:
         contests = [read_contest(*contest) for contest in options.second_order]

@@ -55,13 +55,9 @@ class Contest:
 
 
 def read_contest(folder: str | Path, second: str, first: str) -> Contest:
-    """Reads two arms of a comparison from its ``runs.csv``.
+    """Reads two arms of a comparison, of second order and of first, from its ``runs.csv``.
 
-    Args:
-      folder: of the comparison's results.
-      second: the arm with the second-order optimizer.
-      first: the arm with the first-order one, the baseline of the comparison, whose score is the
-        target.
+    The second is the baseline of the comparison, whose score is the target.
 
     Raises:
       FileNotFoundError: there are no results.
@@ -73,22 +69,19 @@ def read_contest(folder: str | Path, second: str, first: str) -> Contest:
             f"expected runs with a test score {' or '.join(_RIGHT)} in {runs.folder}, got "
             f"{runs.score}"
         )
-    right, baseline = _RIGHT[runs.score], runs.arms.get(first, {})
-    seeds = {name: sorted(arm.keys() & baseline.keys()) for name, arm in runs.arms.items()}
-    if not seeds.get(second):
+    right, baseline, scores = _RIGHT[runs.score], runs.arms.get(first, {}), {}
+    for name, arm in runs.arms.items():
+        if name != first and (seeds := sorted(arm.keys() & baseline.keys())):
+            ends = lambda of, seeds=seeds: [right(of[seed].score) for seed in seeds]
+            scores[name] = ends(arm), ends(baseline)
+    if second not in scores:
         raise ValueError(
             f"expected runs of {second!r} and {first!r} on the same seeds in {runs.folder}, got "
             f"the arms {', '.join(sorted(runs.arms))}"
         )
-    ends = lambda arm, chosen: [right(arm[seed].score) for seed in chosen]
-    scores = {
-        name: (ends(ours, seeds[name]), ends(baseline, seeds[name]))
-        for name, ours in runs.arms.items()
-        if name != first and seeds[name]
-    }
     found = {name: paired_difference(*of_both) for name, of_both in scores.items()}
     adjusted = dict(zip(found, holm([each.p_value for each in found.values()]), strict=True))
-    ours = [runs.arms[second][seed] for seed in seeds[second]]
+    ours = [run for seed, run in sorted(runs.arms[second].items()) if seed in baseline]
     reached = [run.to_target for run in ours]
     judged = scores[second], found[second], adjusted[second]
     return Contest(runs.folder, second, first, *judged, ours[0].steps, reached)
@@ -103,8 +96,7 @@ def contests_table(contests: Sequence[Contest]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for contest in contests:
-        found = contest.difference
-        second, first = (statistics.mean(scores) for scores in contest.scores)
+        found, (second, first) = contest.difference, map(statistics.mean, contest.scores)
         reached = [contest.steps + 1 if at is None else at for at in contest.reached]
         median = statistics.median(reached)
         lines.append(

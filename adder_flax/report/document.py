@@ -1,6 +1,4 @@
-"""What a page to read consists of: one file with its figures inside, made from a template, and
-beside it the files they come from.
-"""
+"""Pages to read, made from templates with their figures inside, and the files beside them."""
 
 import base64
 import csv
@@ -37,30 +35,21 @@ def render(template: str, **values: Any) -> str:
 
 
 def html_page(title: str, body: str, *, style: str = "") -> str:
-    """Returns a page that needs nothing from the network.
-
-    Args:
-      title: of its window.
-      body: HTML.
-      style: CSS beside that of every page.
-    """
+    """Returns a page that needs nothing from the network, with CSS beside that of every page."""
     return render("page.html", title=title, body=body, style=style.strip("\n"))
 
 
 def write_picture(picture: Picture, out_dir: Path) -> list[Path]:
-    """Writes a figure as PNG and SVG into ``figures/``, the numbers behind it into ``data/``, and
-    returns the files.
-    """
+    """Writes a figure as PNG and SVG into ``figures/``, and its numbers into ``data/``."""
     files = _style.save_figure(picture.figure, out_dir / "figures" / picture.name, ("png", "svg"))
-    data = out_dir / "data" / picture.name
-    data.parent.mkdir(parents=True, exist_ok=True)
     columns: dict[str, Any] = {name: np.asarray(values) for name, values in picture.data.items()}
     [shape, *others] = {column.shape for column in columns.values()}
-    if len(shape) == 1 and not others:
-        target = data.with_suffix(".csv")
+    table = len(shape) == 1 and not others
+    target = out_dir / "data" / f"{picture.name}.{'csv' if table else 'npz'}"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if table:
         write_csv(target, columns)
     else:
-        target = data.with_suffix(".npz")
         np.savez_compressed(target, **columns)
     return [*files, target]
 

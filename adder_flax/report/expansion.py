@@ -53,22 +53,16 @@ class SecondOrderTerms:
 def second_order_terms(
     loss: Callable[[Any], Float[Array, ""]], params: Any, update: Any, *, derivatives: bool = True
 ) -> SecondOrderTerms:
-    """Expands a loss along an update.
+    """Expands a loss along an update δ of the parameters θ.
 
     The Hessian-vector product is the derivative of the gradient along δ (``jax.jvp`` of
-    ``jax.grad``; Pearlmutter, 1994): two to three gradients' work and no matrix.
+    ``jax.grad``; Pearlmutter, 1994): two to three gradients' work and no matrix. For ``first`` and
+    ``second``, the ``derivatives``, ``jax.grad`` of the loss has to be its derivative, see
+    `adder_flax.ops.exact_gradients`.
 
-    Args:
-      loss: of the parameters alone. For ``first`` and ``second`` its ``jax.grad`` has to be its
-        derivative, see `adder_flax.ops.exact_gradients`.
-      params: θ, any pytree.
-      update: δ, like ``params``.
-      derivatives: whether to compute ``first`` and ``second``.
-
-    Example:
-      >>> terms = second_order_terms(lambda x: x**3, 1.0, 0.1)  # 1.331 = 1 + 0.3 + 0.03 + 0.001
-      >>> [round(float(term), 4) for term in (terms.first, terms.second, terms.odd, terms.change)]
-      [0.3, 0.03, 0.301, 0.331]
+    >>> terms = second_order_terms(lambda x: x**3, 1.0, 0.1)  # 1.331 = 1 + 0.3 + 0.03 + 0.001
+    >>> [round(float(term), 4) for term in (terms.first, terms.second, terms.odd, terms.change)]
+    [0.3, 0.03, 0.301, 0.331]
     """
     # One after the other, so that the loss is compiled once.
     behind, here, ahead = jax.lax.map(
@@ -80,25 +74,9 @@ def second_order_terms(
         with ops.use_backend("xla"):
             gradient, curvature = jax.jvp(jax.grad(loss), (params,), (update,))
         first, second = optax.tree.vdot(gradient, update), optax.tree.vdot(curvature, update) / 2
-    return SecondOrderTerms(
-        loss=here,
-        change=ahead - here,
-        odd=(ahead - behind) / 2,
-        # In this order the large parts cancel before they are rounded.
-        even=((ahead - here) + (behind - here)) / 2,
-        first=first,
-        second=second,
-    )
-
-
-def _looped(graphdef: nnx.GraphDef, params: Any) -> nnx.GraphDef:
-    """The same model as a loop over its blocks, where it has them alike: there are then second
-    derivatives of one block to compile.
-    """
-    model = nnx.merge(graphdef, params)
-    if hasattr(model, "loop_over_blocks"):
-        model.loop_over_blocks()
-    return nnx.split(model, nnx.Param)[0]
+    # In this order the large parts cancel before they are rounded.
+    even = ((ahead - here) + (behind - here)) / 2
+    return SecondOrderTerms(here, ahead - here, (ahead - behind) / 2, even, first, second)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,12 +100,7 @@ class SecondOrderStep:
     second: float
 
     def ratio(self, learning_rate: float | None = None) -> float:
-        """|even| / |odd|: the second-order term against the first.
-
-        Args:
-          learning_rate: for the same direction at another learning rate, to which the ratio is
-            proportional.
-        """
+        """|even| / |odd|; in the same direction at another learning rate in proportion to it."""
         factor = 1.0 if learning_rate is None else learning_rate / self.learning_rate
         return factor * abs(self.even / self.odd)
 
@@ -154,8 +127,10 @@ def second_order_along(
     # report does without.
     from adder_flax.training.sharding import put_batch
 
-    looped = _looped(run.graphdef, state["params"])
-    batches = run.batches()
+    model = nnx.merge(run.graphdef, state["params"])
+    if hasattr(model, "loop_over_blocks"):  # there are then second derivatives of one to compile
+        model.loop_over_blocks()
+    looped, batches = nnx.split(model, nnx.Param)[0], run.batches()
     for _ in range(num_steps):
         step = int(state["step"])
         batch, learning_rate = put_batch(batches[step], run.mesh), run.learning_rate(step)

@@ -49,7 +49,7 @@ def curves_figure(
     largest: bool = True,
     title: str = "",
 ) -> "Figure":
-    """Loss and score against the training step.
+    """Loss and score against the training step: two panels, or one if only one of them is there.
 
     Args:
       metrics: rows of ``metrics.jsonl``: "step" and any of "train/loss", "train/<score>",
@@ -59,9 +59,6 @@ def curves_figure(
         or the loss, which has its panel.
       largest: whether more of it is better.
       title: above the panels, e.g. the run's name.
-
-    Returns:
-      Two panels, or one if only the losses or only the scores are there.
 
     Raises:
       ValueError: if no row has any of these keys.
@@ -78,22 +75,19 @@ def curves_figure(
         if any(f"{split}/{panel[0]}" in row for row in metrics for split in _SPLITS)
     ]
     if not panels:
+        keys = sorted({key for row in metrics for key in row}) or "no keys"
         raise ValueError(
             f"expected rows with 'train/loss', 'train/{score}', 'eval/loss' or 'eval/{score}'; got "
-            f"{len(metrics)} rows with "
-            f"{sorted({key for row in metrics for key in row}) or 'no keys'}. Pass the rows of a "
-            "run's metrics.jsonl."
+            f"{len(metrics)} rows with {keys}. Pass the rows of a run's metrics.jsonl."
         )
     figure, axes = _style.new_figure(4.6 * len(panels), 3.4, 1, len(panels))
     for axis, (name, label, scale, up) in zip(axes[0], panels, strict=True):
         _draw_training(axis, *_series(metrics, f"train/{name}", scale))
         unit = " %" if scale == 100 else ""
         _draw_evaluation(axis, *_series(metrics, f"eval/{name}", scale), largest=up, unit=unit)
-        _style.dress(axis, xlabel="training step", ylabel=label)
-        _style.legend(axis, loc="lower right" if up else "upper right")
-    if title:
-        _style.headline(figure, title)
-    return figure
+        corner = "lower right" if up else "upper right"
+        _style.dress(axis, xlabel="training step", ylabel=label, legend_at=corner)
+    return _style.headline(figure, title)
 
 
 def _series(
@@ -135,24 +129,15 @@ def _draw_evaluation(
 def attention_of_images(
     task: "Task", model: nnx.Module, source: "ImageSource", title: str
 ) -> "Figure":
-    """Where a classifier looks on the first images of a source, with what it takes them for.
-
-    Args:
-      task: says what the model is called with.
-      model: the classifier.
-      source: of the images.
-      title: above all.
-    """
+    """Where a classifier looks on the first images of a source, with what it takes them for."""
     batch, names = source.first(_SHOWN_IMAGES), source.label_names
     logits, records = recorder.record({"attention": ["weights"]}, model, *task.inputs(batch))
     captions = [
         f"{names[label]}, predicted {names[predicted]}"
         for label, predicted in zip(batch["label"], np.argmax(logits, axis=-1), strict=True)
     ]
-    maps = [attention_map(record) for record in records]
-    return attention_figure(
-        batch["image"], maps, **tokens_in_front(model), captions=captions, title=title
-    )
+    options = tokens_in_front(model) | {"captions": captions, "title": title}
+    return attention_figure(batch["image"], list(map(attention_map, records)), **options)
 
 
 def alignment_figure(
@@ -187,22 +172,15 @@ def alignment_figure(
         axes.set_xticks(range(len(source)), source)
         axes.set_yticks(range(len(target)), target)
         axes.tick_params(labelsize=8, length=0)
-    if title:
-        _style.headline(figure, title)
-    return figure
+    return _style.headline(figure, title)
 
 
 def attention_figure(
     images: np.ndarray,
     maps: Sequence[Float[AnyArray, "image head token token"]],
     *,
-    blocks: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
-    prefix_tokens: int = 1,
-    class_token: bool = True,
-    with_rollout: bool = False,
-    captions: Sequence[str] | None = None,
     title: str = "",
+    **options: Any,
 ) -> "Figure":
     """Where the class token looks, drawn over the images: a row for each image, a column for each
     block (and head).
@@ -214,14 +192,8 @@ def attention_figure(
     Args:
       images: (images, height, width, channels), uint8 or floats in [0, 1]; 1 or 3 channels.
       maps: for every block of the model the maps of these images.
-      blocks: which to show; by default the first, a middle one and the last.
-      heads: which heads to show, a column each; by default their mean.
-      prefix_tokens, class_token: see :func:`adder_flax.measures.maps.patch_attention`; without a
-        class token the mean over the patches' rows is shown.
-      with_rollout: add a last column with the attention rollout through all blocks, see
-        :func:`rollout`.
-      captions: a line for each image, e.g. "label 3, predicted 8".
       title: above all.
+      **options: see :func:`comparison_figure`.
 
     Raises:
       ValueError: if images and maps differ in number, or the patches do not tile the image.
@@ -231,17 +203,7 @@ def attention_figure(
       >>> len(attention_figure(np.zeros((2, 8, 8, 1), np.uint8), maps).axes)
       8
     """
-    options: dict[str, Any] = dict(
-        blocks=blocks,
-        heads=heads,
-        prefix_tokens=prefix_tokens,
-        class_token=class_token,
-        with_rollout=with_rollout,
-    )
-    figure = comparison_figure(images, {"": maps}, captions=captions, **options)
-    if title:
-        _style.headline(figure, title)
-    return figure
+    return _style.headline(comparison_figure(images, {"": maps}, **options), title)
 
 
 def comparison_figure(
@@ -261,8 +223,12 @@ def comparison_figure(
       images: as for :func:`attention_figure`.
       models: the maps of each model under its name, as for :func:`attention_figure`; equally many
         blocks.
-      blocks, heads, prefix_tokens, class_token, with_rollout, captions: see
-        :func:`attention_figure`.
+      blocks: which to show; by default the first, a middle one and the last.
+      heads: which heads to show, a column each; by default their mean.
+      prefix_tokens, class_token: see :func:`adder_flax.measures.maps.patch_attention`; without a
+        class token the mean over the patches' rows is shown.
+      with_rollout: add a last column with :func:`rollout` through all blocks.
+      captions: a line for each image, e.g. "label 3, predicted 8".
 
     Raises:
       ValueError: if images and maps differ in number, or the patches do not tile the image.
@@ -283,37 +249,36 @@ def comparison_figure(
                 f"images; got shapes {[tuple(block.shape) for block in maps]}. Pass the maps that "
                 "the model gave for these images."
             )
-        chosen = sorted({0, len(maps) // 2, len(maps) - 1}) if blocks is None else list(blocks)
-        columns[name] = _columns(maps, chosen, heads, with_rollout, tokens)
+        columns[name] = {}
+        for block in sorted({0, len(maps) // 2, len(maps) - 1}) if blocks is None else blocks:
+            weights = patch_attention(maps[block], **tokens)
+            if heads is None:
+                columns[name][f"block {block + 1}, mean of heads"] = weights.mean(1)
+            for head in heads or ():
+                columns[name][f"block {block + 1}, head {head + 1}"] = weights[:, head]
+        if with_rollout:
+            columns[name]["rollout, all blocks"] = patch_attention(rollout(maps), **tokens)
     rows, count = len(images) * len(columns), len(next(iter(columns.values()))) + 1
     figure, axes = _style.new_figure(1.7 * count, 1.95 * rows + 0.3, rows, count)
     for row, (index, name) in enumerate(itertools.product(range(len(images)), columns)):
-        caption = captions[index] if captions is not None else ""
+        caption, image = captions[index] if captions is not None else "", images[index]
         lines = [name, *textwrap.wrap(caption, _CAPTION_WIDTH)]
-        _style.bare(
-            axes[row, 0],
-            title="image" if row == 0 else "",
-            note="\n".join(printable(line, limit=60) for line in lines if line),
-        )
-        _show_image(axes[row, 0], images[index])
+        note = "\n".join(printable(line, limit=60) for line in lines if line)
+        _style.bare(axes[row, 0], title="image" if row == 0 else "", note=note)
+        shown = _unit_range(image) if image.shape[-1] == 3 else _grey(image)
+        axes[row, 0].imshow(shown, cmap="gray", vmin=0, vmax=1)
         for axis, (title, weights) in zip(axes[row, 1:], columns[name].items(), strict=True):
-            _draw_attention(axis, images[index], weights[index], title=title if row == 0 else "")
-    figure.supxlabel(
-        "brighter: more attention; the line encloses half of it", fontsize=8, color="#333333"
-    )
+            _draw_attention(axis, image, weights[index], title=title if row == 0 else "")
+    below = "brighter: more attention; the line encloses half of it"
+    figure.supxlabel(below, fontsize=8, color="#333333")
     return figure
 
 
 def xor_figure(accuracies: Mapping[str, Float[np.ndarray, " seeds"]]) -> "Figure":
-    """Accuracies on the XOR alignment task beside the bilinear limit, and parameters against the
-    hidden width.
+    """Accuracies from :func:`train_xor` beside the bilinear limit, and parameters by hidden width.
 
-    Args:
-      accuracies: of each score, from :func:`train_xor`.
-
-    Example:
-      >>> len(xor_figure({"bilinear": np.array([0.5, 0.75]), "additive": np.ones(2)}).axes)
-      2
+    >>> len(xor_figure({"bilinear": np.array([0.5, 0.75]), "additive": np.ones(2)}).axes)
+    2
     """
     figure, axes = _style.new_figure(8.2, 3.2, 1, 2)
     axis, parameters = axes[0]
@@ -335,9 +300,8 @@ def xor_figure(accuracies: Mapping[str, Float[np.ndarray, " seeds"]]) -> "Figure
     _style.draw_lines(parameters, widths, series, marker=None, linewidth=1.5)
     parameters.axvline(8192 / 193, color=_style.GREY, linestyle=":", linewidth=1)
     parameters.text(8192 / 193 + 1, 500, "42.4", **text)
-    titles = dict(ylabel="parameters", title="widths 64 and 128")
+    titles = dict(ylabel="parameters", title="widths 64 and 128", legend_at="upper left")
     _style.dress(parameters, xlabel="hidden width d_a", **titles)
-    _style.legend(parameters, loc="upper left")
     return figure
 
 
@@ -345,16 +309,12 @@ _TERMS = dict(change="change of the loss", odd="odd part", even="even part", sec
 
 
 def second_order_figure(studies: Mapping[str, Sequence[SecondOrderStep]]) -> "Figure":
-    """Terms of the loss along training steps: one panel for each sequence of steps.
+    """Terms of the loss along steps from :func:`second_order_along`, under their panel's title.
 
-    Args:
-      studies: steps from :func:`second_order_along` under the panel's title.
-
-    Example:
-      >>> terms = dict(loss=2.0, first=-0.2, second=0.05, odd=-0.2, even=0.05, change=-0.15)
-      >>> step = SecondOrderStep(step=3, learning_rate=0.1, **terms)
-      >>> len(second_order_figure({"adder": [step]}).axes)
-      1
+    >>> terms = dict(loss=2.0, first=-0.2, second=0.05, odd=-0.2, even=0.05, change=-0.15)
+    >>> step = SecondOrderStep(step=3, learning_rate=0.1, **terms)
+    >>> len(second_order_figure({"adder": [step]}).axes)
+    1
     """
     figure, axes = _style.new_figure(4.2 * len(studies), 3.2, 1, len(studies))
     for axis, (title, steps) in zip(axes[0], studies.items(), strict=True):
@@ -369,26 +329,6 @@ def second_order_figure(studies: Mapping[str, Sequence[SecondOrderStep]]) -> "Fi
         _style.dress(axis, xlabel="training step", ylabel=label, title=title)
     _style.legend(axes[0, 0])
     return figure
-
-
-def _columns(
-    maps: Sequence[AnyArray],
-    blocks: Sequence[int],
-    heads: Sequence[int] | None,
-    with_rollout: bool,
-    tokens: Mapping[str, Any],
-) -> dict[str, np.ndarray]:
-    """Title and patch weights (images, patches) of every column."""
-    columns = {}
-    for block in blocks:
-        weights = patch_attention(maps[block], **tokens)
-        if heads is None:
-            columns[f"block {block + 1}, mean of heads"] = weights.mean(1)
-        for head in heads or ():
-            columns[f"block {block + 1}, head {head + 1}"] = weights[:, head]
-    if with_rollout:
-        columns["rollout, all blocks"] = patch_attention(rollout(maps), **tokens)
-    return columns
 
 
 def _draw_attention(axis: "Axes", image: np.ndarray, weights: np.ndarray, title: str) -> None:
@@ -410,27 +350,16 @@ def _draw_attention(axis: "Axes", image: np.ndarray, weights: np.ndarray, title:
         smooth, cmap=_style.HEAT, alpha=0.72, extent=extent, vmin=0, vmax=max(2.0, smooth.max())
     )
     if relative.max() > _PREFERENCE:
-        level = _half_mass_level(smooth)
-        place = [
+        # What lies above this value sums to half of everything.
+        ordered = np.sort(smooth, axis=None)[::-1]
+        level = ordered[np.searchsorted(np.cumsum(ordered), ordered.sum() / 2)]
+        y, x = (
             (np.arange(count) + 0.5) * side / count - 0.5
             for count, side in zip(smooth.shape, (height, width), strict=True)
-        ]
-        axis.contour(place[1], place[0], smooth, [level], colors="black", linewidths=2.2)
-        axis.contour(place[1], place[0], smooth, [level], colors="white", linewidths=1.0)
+        )
+        axis.contour(x, y, smooth, [level], colors="black", linewidths=2.2)
+        axis.contour(x, y, smooth, [level], colors="white", linewidths=1.0)
     _style.bare(axis, title=title, note=f"{relative.min():.2f} to {relative.max():.2f} × uniform")
-
-
-def _half_mass_level(values: np.ndarray) -> float:
-    """The value such that what lies above it sums to half of everything."""
-    ordered = np.sort(values, axis=None)[::-1]
-    return float(ordered[np.searchsorted(np.cumsum(ordered), ordered.sum() / 2)])
-
-
-def _show_image(axis: "Axes", image: np.ndarray) -> None:
-    if image.shape[-1] == 3:
-        axis.imshow(_unit_range(image))
-    else:
-        axis.imshow(_grey(image), cmap="gray", vmin=0, vmax=1)
 
 
 def _unit_range(image: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +20,14 @@ from adder_flax.report._study import (
     AnyStudy,
     Claim,
     Findings,
+    Picture,
     observe,
     study_images,
 )
 from adder_flax.report.expansion import SecondOrderStep
 from adder_flax.text import printable
+
+_Sections = Mapping[Section, tuple[Sequence[Claim], Sequence[Picture]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,25 +69,19 @@ def write_report(
 
     Args:
       model: the model that the report is about.
-      images: test images as the model expects them, normalised; 32 or so are enough for the
-        averages over them.
+      images: test images as the model expects them, normalised; 32 or so are enough.
       labels: their classes.
       out_dir: where to; made if needed, files of an earlier report are overwritten.
       pictures: the same images for people, uint8 or floats in [0, 1]; by default ``images``
         stretched to [0, 1].
       label_names: names of the classes, in captions.
       name: of the model.
-      baseline: another model for the same images, for the claims that compare adder with
-        multiplicative.
+      baseline: another model for the same images, to compare with.
       baseline_name: its name.
-      untrained: the same model before training, for the claims about what training changes.
-      second_order: steps from :func:`second_order_along`, under a name for where in training they
-        are, for the claim about the second-order term.
+      untrained: the same model before training.
+      second_order: steps from :func:`second_order_along`, by where in training they are.
       peak_learning_rate: of the training, to which these steps are scaled.
       families: names of the families of claims to judge, by default all that are registered.
-
-    Returns:
-      Where the page is, and the claims.
 
     Raises:
       ValueError: if there are no images, or not as many labels, or scores whose rows of weights are
@@ -97,21 +94,20 @@ def write_report(
       )
       print(*(f"{claim.name}: {claim.verdict}" for claim in report.claims), sep="\n")
     """
+    look = lambda name, model: None if model is None else observe(name, model, images)
+    if pictures is None:
+        pictures = np.asarray(images - np.min(images)) / max(float(np.ptp(images)), 1e-12)
     study = study_images(
         observe(name, model, images),
         labels,
-        baseline=None if baseline is None else observe(baseline_name, baseline, images),
-        untrained=None if untrained is None else observe("untrained", untrained, images),
-        pictures=_stretched(images) if pictures is None else pictures,
+        baseline=look(baseline_name, baseline),
+        untrained=look("untrained", untrained),
+        pictures=pictures,
         label_names=label_names,
         second_order=second_order or {},
         peak_learning_rate=peak_learning_rate,
     )
     return write_study(study, out_dir, families=families)
-
-
-def _stretched(images: AnyArray) -> np.ndarray:
-    return np.asarray(images - np.min(images)) / max(float(np.ptp(images)), 1e-12)
 
 
 def write_study(
@@ -121,9 +117,8 @@ def write_study(
 
     Args:
       study: of whatever kind.
-      out_dir: where to; made if needed, files of an earlier report are overwritten.
-      families: names of the families of claims to judge, by default all that are made for this kind
-        of study.
+      out_dir: where to.
+      families: by default all that are made for this kind of study.
 
     Raises:
       ValueError: if no family has such a name.
@@ -136,10 +131,14 @@ def write_study(
             f"{', '.join(possible)}; got {', '.join(others)}, which look at something else; leave "
             "them out"
         )
-    sections, out_dir = _measure(study, families), Path(out_dir)
-    pictures = [picture for found in sections.values() for picture in found.pictures]
-    files = [path for picture in pictures for path in document.write_picture(picture, out_dir)]
-    claims = [claim for found in sections.values() for claim in found.claims]
+    out_dir, sections = Path(out_dir), _measure(study, families)
+    files = [
+        path
+        for _, pictures in sections.values()
+        for picture in pictures
+        for path in document.write_picture(picture, out_dir)
+    ]
+    claims = [claim for of_section, _ in sections.values() for claim in of_section]
     table, page = out_dir / "claims.csv", out_dir / "report.html"
     rows = [claim.row() for claim in claims]
     document.write_csv(table, {field: [row[field] for row in rows] for field in rows[0]})
@@ -147,31 +146,26 @@ def write_study(
     return Report(page, claims, [*files, table, page])
 
 
-def _measure(study: AnyStudy, families: Iterable[str]) -> dict[Section, Findings]:
-    """What the families find, by section of the page."""
-    sections: dict[Section, Findings] = {}
+def _measure(study: AnyStudy, families: Sequence[str]) -> _Sections:
+    sections: dict[Section, tuple[list[Claim], list[Picture]]] = {}
     for name in families:
-        section, found = CLAIMS.get(name).section, _findings(name, study)
-        before = sections.get(section, Findings([], []))
-        sections[section] = Findings(
-            [*before.claims, *found.claims], [*before.pictures, *found.pictures]
-        )
+        claims, pictures = sections.setdefault(CLAIMS.get(name).section, ([], []))
+        found = _findings(name, study)
+        claims += found.claims
+        pictures += found.pictures
     return sections
 
 
 def _findings(name: str, study: AnyStudy) -> Findings:
-    """What a family finds; where it has nothing to work on, as on maps of a single token, the page
-    says so.
-    """
     family = CLAIMS.get(name)
     try:
         return family.measure(study)
-    except Exception as error:  # as with the pictures of a run: the other families are worth having
+    # Such as on maps of a single token: the page says so, and the other families are worth having.
+    except Exception as error:
         reason = printable(f"{type(error).__name__}: {first_line(error)}")
         finding = f"On this model its numbers cannot be computed ({reason})."
         statement = f"The claims of {name}."
-        claim = family.section.claim(name, "", statement, NOT_MEASURED, finding=finding)
-        return Findings([claim], [])
+        return Findings([family.section.claim(name, "", statement, NOT_MEASURED, "", finding)], [])
 
 
 # {kind of verdict: (its sign, how many there are)}
@@ -188,15 +182,15 @@ def _kind(claim: Claim) -> str:
     return kinds.get(claim.verdict, "partly" if claim.verdict.startswith(HOLDS) else "no")
 
 
-def _page(study: AnyStudy, sections: Mapping[Section, Findings], out_dir: Path) -> str:
-    count = Counter(_kind(claim) for found in sections.values() for claim in found.claims)
+def _page(study: AnyStudy, sections: _Sections, out_dir: Path) -> str:
+    count = Counter(_kind(claim) for claims, _ in sections.values() for claim in claims)
     shown = [
         (
             section,
-            [(claim, _kind(claim), _KINDS[_kind(claim)][0]) for claim in found.claims],
-            [document.picture_html(picture, out_dir) for picture in found.pictures],
+            [(claim, _kind(claim), _KINDS[_kind(claim)][0]) for claim in claims],
+            [document.picture_html(picture, out_dir) for picture in pictures],
         )
-        for section, found in sections.items()
+        for section, (claims, pictures) in sections.items()
     ]
     return document.render(
         "report.html",

@@ -52,13 +52,9 @@ STUDIES: Registry[MakeStudy] = Registry(
 def register_study(task: str) -> Callable[[MakeStudy], MakeStudy]:
     """Lets ``--mode=analyze`` report on the runs of a task.
 
-    Args:
-      task: its name.
-
-    Returns:
-      A decorator of ``make(trained, baseline) → study``, where ``baseline`` is another run on the
-      same data, or None. The report has the families of claims that are made for such a study, see
-      `register_claims`.
+    Decorates ``make(trained, baseline) → study``, where ``baseline`` is another run on the same
+    data, or None. The report has the families of claims that are made for such a study, see
+    `register_claims`.
     """
     return lambda make: STUDIES.register(task, make, origin=(make.__module__, make.__qualname__))
 
@@ -75,6 +71,7 @@ def study_classification(trained: Trained, baseline: Trained | None) -> ImageStu
     batch, start = source.first(_IMAGES), run.init()
     (images,) = map(np.asarray, run.task.inputs(batch))
     options: Any = dict(num_steps=_STUDIED_STEPS, derivatives=not has_prototypes(trained.model))
+    steps = lambda state: list(second_order_along(run, state, **options))
     return study_images(
         observe(trained.name, trained.model, images),
         batch["label"],
@@ -83,8 +80,8 @@ def study_classification(trained: Trained, baseline: Trained | None) -> ImageStu
         pictures=batch["image"],
         label_names=source.label_names,
         second_order={
-            "from the start": list(second_order_along(run, start, **options)),
-            "from the checkpoint": list(second_order_along(run, trained.state, **options)),
+            "from the start": steps(start),
+            "from the checkpoint": steps(trained.state),
         },
         peak_learning_rate=run.config.optimizer.learning_rate,
     )

@@ -1,11 +1,12 @@
 """The table before training: where a model's parameters, operations and energy are."""
 
 import dataclasses
+import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from adder_flax import ops
@@ -34,7 +35,7 @@ class SummaryRow:
 def summary_rows(
     model: nnx.Module, *inputs: jax.ShapeDtypeStruct, table: EnergyTable = HOROWITZ_45NM
 ) -> list[SummaryRow]:
-    """Parameters, operations for one example and modelled energy of each part of a model.
+    """One row per part of a model in the order of the forward pass, then the total.
 
     Nothing is computed: the model may be abstract (``nnx.eval_shape``).
 
@@ -44,9 +45,6 @@ def summary_rows(
         order of the rows; what they leave out goes under its top-level name.
       *inputs: shapes of what it is called with, for a batch of one.
       table: energies of single operations.
-
-    Returns:
-      One row per part in the order of the forward pass, then the total.
 
     Example:
       >>> from adder_flax.models import VisionTransformer
@@ -60,30 +58,26 @@ def summary_rows(
     with ops.use_backend("reference"):
         counted = count_operations(model, *inputs)
     names: Mapping[str, str] = getattr(model, "part_names", {})
-    parameters: dict[str, int] = {}
+    parameters: Counter[str] = Counter()
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        part = _part(path, names)
-        parameters[part] = parameters.get(part, 0) + int(np.prod(leaf.get_value().shape))
+        parameters[_part(path, names)] += math.prod(leaf.get_value().shape)
     layers: dict[str, list[Operations]] = {}
     for name, layer in counted.layers.items():
         layers.setdefault(_part(tuple(name.split(".")), names), []).append(layer)
-    row = lambda part, number, of: SummaryRow(part, number, of, _joules(of, table))
+    parts = [*dict.fromkeys((*names.values(), *parameters, *layers))]
     rows = [
-        row(part, parameters.get(part, 0), Operations.total(layers.get(part, [])))
-        for part in dict.fromkeys((*names.values(), *parameters, *layers))
+        (part, parameters[part], Operations.total(layers.get(part, [])))
+        for part in parts
         if part in parameters or part in layers
     ]
-    return [*rows, row("total", sum(parameters.values()), counted)]
+    rows.append(("total", parameters.total(), counted))
+    return [SummaryRow(*row, _joules(row[-1], table)) for row in rows]
 
 
 def summary_text(
     model: nnx.Module, *inputs: jax.ShapeDtypeStruct, table: EnergyTable = HOROWITZ_45NM
 ) -> str:
-    """The rows of :func:`summary_rows` as an aligned table of plain text, its conventions below.
-
-    Args:
-      model, inputs, table: see :func:`summary_rows`.
-    """
+    """:func:`summary_rows` as an aligned table of plain text, its conventions below."""
     rows = summary_rows(model, *inputs, table=table)
     cells = [["part", "parameters", "multiplications", "additions", "exponentials", "energy"]]
     for row in rows:
@@ -118,8 +112,7 @@ def _notes(total: SummaryRow, table: EnergyTable) -> list[str]:
 
 
 def _part(path: tuple[Any, ...], names: Mapping[str, str]) -> str:
-    """The part of a model, as it calls it, that a parameter or layer at this path belongs to."""
-    words = [str(word) for word in path]
+    words = list(map(str, path))
     for prefix, part in names.items():
         wanted = prefix.split(".")
         fits = (here in ("*", word) for here, word in zip(wanted, words, strict=False))

@@ -25,31 +25,23 @@ def test_layer_norm_is_flax_layer_norm_and_lies_on_the_sphere():
 def test_tiny_tokens_stay_inside_the_sphere():
     tokens = 1e-3 * np.random.default_rng(0).standard_normal((5, 64))
     variance = tokens.var(-1)
-    np.testing.assert_allclose(
-        relative_radius(layer_norm(tokens)), np.sqrt(variance / (variance + 1e-6))
-    )
+    radius = np.sqrt(variance / (variance + 1e-6))
+    np.testing.assert_allclose(relative_radius(layer_norm(tokens)), radius)
 
 
 @pytest.mark.parametrize("width", [2, 17, 64])
 def test_gaussian_kernel_is_the_dot_product_map_on_the_sphere(width):
     tokens = layer_norm(np.random.default_rng(0).standard_normal((3, 9, width)), epsilon=0.0)
-    np.testing.assert_allclose(
-        gaussian_kernel_map(tokens, tokens), dot_product_map(tokens, tokens), atol=1e-12
-    )
+    expected = dot_product_map(tokens, tokens)
+    np.testing.assert_allclose(gaussian_kernel_map(tokens, tokens), expected, atol=1e-12)
 
 
 def test_keys_of_different_norms_break_the_identity_and_queries_do_not():
     query, key = np.random.default_rng(0).standard_normal((2, 9, 16))
     same_norm = key / np.linalg.norm(key, axis=-1, keepdims=True)
-    assert (
-        total_variation(
-            gaussian_kernel_map(query, same_norm), dot_product_map(query, same_norm)
-        ).max()
-        < 1e-12
-    )
-    assert (
-        total_variation(gaussian_kernel_map(query, key), dot_product_map(query, key)).min() > 0.01
-    )
+    apart = lambda *pair: total_variation(gaussian_kernel_map(*pair), dot_product_map(*pair))
+    assert apart(query, same_norm).max() < 1e-12
+    assert apart(query, key).min() > 0.01
 
 
 def test_maps_against_jax_softmax():
@@ -57,9 +49,8 @@ def test_maps_against_jax_softmax():
     expected = jax.nn.softmax(query @ np.swapaxes(key, -1, -2) / 4.0, axis=-1)
     np.testing.assert_allclose(dot_product_map(query, key), expected, atol=1e-6)
     distance = np.square(query[:, :, None] - key[:, None]).sum(-1)
-    np.testing.assert_allclose(
-        gaussian_kernel_map(query, key), jax.nn.softmax(-distance / 8.0, axis=-1), atol=1e-6
-    )
+    expected = jax.nn.softmax(-distance / 8.0, axis=-1)
+    np.testing.assert_allclose(gaussian_kernel_map(query, key), expected, atol=1e-6)
 
 
 def path_of(steps):

@@ -1,5 +1,6 @@
 """Gates put together again give the scores of the attention library."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,19 +20,14 @@ MODULES = {
 @pytest.mark.parametrize("name", MODULES)
 def test_gate_times_content_is_the_score(name):
     score, options = MODULES[name]
-    module = attention.MultiHeadAttention(
-        2, 12, score=score, score_options=options, rngs=nnx.Rngs(0)
-    )
+    made = dict(score=score, score_options=options, rngs=nnx.Rngs(0))
+    module = attention.MultiHeadAttention(2, 12, **made)
     parameters = {name: np.asarray(parameter[...]) for name, parameter in module.score.items()}
     if "bias" in parameters:
         parameters["bias"] = np.random.default_rng(1).standard_normal(parameters["bias"].shape)
     query, key = np.random.default_rng(0).standard_normal((2, 3, 2, 7, 6)).astype(np.float32)
-    expected = attention.get_score(score).raw_scores(
-        jnp.asarray(query),
-        jnp.asarray(key),
-        {name: jnp.asarray(p) for name, p in parameters.items()},
-        options,
-    )
+    arrays = jax.tree.map(jnp.asarray, (query, key, parameters))
+    expected = attention.get_score(score).raw_scores(*arrays, options)
     found = gate(score, query, key, parameters)
     np.testing.assert_allclose(found.scores, expected, rtol=1e-4, atol=1e-5)
     if score == "additive":

@@ -16,19 +16,17 @@ def component_variance(function):
     """Variance of function(x − y) for unit-normal x, y, by quadrature over the normal
     difference."""
     density = scipy.stats.norm(scale=np.sqrt(2)).pdf
-    moment = lambda power: scipy.integrate.quad(
-        lambda t: function(t) ** power * density(t), -40, 40, limit=200
-    )[0]
-    return moment(2) - moment(1) ** 2
+    of = lambda power: lambda t: function(t) ** power * density(t)
+    first, second = (scipy.integrate.quad(of(n), -40, 40, limit=200)[0] for n in (1, 2))
+    return second - first**2
 
 
 @pytest.mark.parametrize(
     ("score", "function"), [("adder", np.abs), ("gaussian", lambda t: t**2 / 2)]
 )
 def test_predicted_variance_by_quadrature(score, function):
-    assert predicted_variance(score, 10) == pytest.approx(
-        10 * component_variance(function), rel=1e-6
-    )
+    expected = 10 * component_variance(function)
+    assert predicted_variance(score, 10) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("score", SCORES)

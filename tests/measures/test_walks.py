@@ -14,9 +14,8 @@ from adder_flax.measures import (
     stationary_distribution,
 )
 
-WEATHER = np.array(
-    [[0.9, 0.1], [0.3, 0.7]]
-)  # π = (3/4, 1/4), λ₂ = 0.6, distance after k steps 0.75 · 0.6^k
+# π = (3/4, 1/4), λ₂ = 0.6, distance after k steps 0.75 · 0.6^k
+WEATHER = np.array([[0.9, 0.1], [0.3, 0.7]])
 
 
 def random_maps(*shape, seed=0):
@@ -33,9 +32,8 @@ def lazy_cycle(size):
 def test_stationary_distribution_is_a_left_eigenvector(tokens):
     maps = random_maps(2, 3, tokens, tokens)
     stationary = stationary_distribution(maps)
-    np.testing.assert_allclose(
-        np.einsum("...i,...ij->...j", stationary, maps), stationary, atol=1e-12
-    )
+    step = np.einsum("...i,...ij->...j", stationary, maps)
+    np.testing.assert_allclose(step, stationary, atol=1e-12)
     np.testing.assert_allclose(stationary.sum(-1), 1)
     assert np.all(stationary > 0)
 
@@ -43,10 +41,9 @@ def test_stationary_distribution_is_a_left_eigenvector(tokens):
 def test_random_walk_on_a_graph_visits_by_degree():
     adjacency = np.array([[0, 1, 1, 1], [1, 0, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0]], float)
     degree = adjacency.sum(-1)
-    np.testing.assert_allclose(
-        stationary_distribution(adjacency / degree[:, None]), degree / degree.sum()
-    )
-    assert irreversibility(adjacency / degree[:, None]) == pytest.approx(0, abs=1e-12)
+    walk = adjacency / degree[:, None]
+    np.testing.assert_allclose(stationary_distribution(walk), degree / degree.sum())
+    assert irreversibility(walk) == pytest.approx(0, abs=1e-12)
 
 
 def test_cycle_has_its_known_spectrum():
@@ -67,10 +64,7 @@ def test_mixing_time_by_walking():
     maps = lazy_cycle(12)
     distance = lambda steps: np.abs(np.linalg.matrix_power(maps, steps) - 1 / 12).sum(-1).max() / 2
     steps = next(k for k in range(1000) if distance(k) <= 0.25)
-    assert mixing_time(maps) == steps
-    np.testing.assert_array_equal(
-        mixing_time(np.stack([maps, np.full((12, 12), 1 / 12)])), [steps, 1]
-    )
+    assert mixing_time(np.stack([maps, np.full((12, 12), 1 / 12)])).tolist() == [steps, 1]
 
 
 def test_one_token_is_mixed_at_once_and_a_periodic_walk_never():
@@ -83,17 +77,13 @@ def test_k_steps_one_by_one(steps):
     maps, expected = random_maps(2, 6, 6), np.eye(6)
     for _ in range(steps):
         expected = expected @ maps
-    np.testing.assert_allclose(
-        k_step(maps + np.eye(6), steps), np.broadcast_to(expected, (2, 6, 6)), atol=1e-12
-    )
+    np.testing.assert_allclose(k_step(maps + np.eye(6), steps) - expected, 0, atol=1e-12)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_diffusion_coordinates_give_the_diffusion_distance(steps):
-    rng = np.random.default_rng(0)
-    kernel = np.exp(
-        -np.square(rng.standard_normal((8, 1, 3)) - rng.standard_normal((1, 8, 3))).sum(-1)
-    )
+    first, second = np.random.default_rng(0).standard_normal((2, 8, 3))
+    kernel = np.exp(-np.square(first[:, None] - second).sum(-1))
     kernel = kernel + kernel.T  # a symmetric kernel gives a reversible walk
     walk = kernel / kernel.sum(-1, keepdims=True)
     stationary = stationary_distribution(walk)
@@ -101,18 +91,8 @@ def test_diffusion_coordinates_give_the_diffusion_distance(steps):
     # Coifman and Lafon: D_k(i, j)² = Σ_l (A^k_il − A^k_jl)² / π_l
     distance = np.sqrt((np.square(power[:, None] - power[None]) / stationary).sum(-1))
     coordinates = diffusion_map(walk, steps=steps, dims=7)
-    np.testing.assert_allclose(
-        np.linalg.norm(coordinates[:, None] - coordinates[None], axis=-1), distance, atol=1e-10
-    )
-
-
-def test_diffusion_map_of_two_groups_separates_them():
-    walk = np.kron(np.array([[0.95, 0.05], [0.05, 0.95]]), np.full((4, 4), 0.25))
-    first = diffusion_map(walk, dims=1)
-    # λ₁ = 0.9, and ψ₁ of size 1 tells the groups apart.
-    np.testing.assert_allclose(np.abs(first), 0.9, atol=1e-12)
-    assert len(set(np.sign(first[:4, 0]))) == 1
-    np.testing.assert_allclose(first[:4], -first[4:], atol=1e-12)
+    found = np.linalg.norm(coordinates[:, None] - coordinates[None], axis=-1)
+    np.testing.assert_allclose(found, distance, atol=1e-10)
 
 
 def test_diffusion_map_takes_batches():
@@ -138,8 +118,3 @@ def test_rollout_by_pushing_tokens_through_linear_blocks():
 def test_rollout_treats_each_image_by_itself():
     maps = [random_maps(4, 2, 6, 6, seed=seed) + np.eye(6) for seed in range(3)]
     np.testing.assert_allclose(rollout(maps)[3], rollout([block[3] for block in maps]))
-
-
-def test_rollout_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least one block"):
-        rollout([])

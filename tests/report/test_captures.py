@@ -8,16 +8,11 @@ from flax import nnx
 from adder_flax.attention import capture_attention
 from adder_flax.models import VisionTransformer
 from adder_flax.report import capture
+from tests.report.small import SIZES
 
-SIZES = {
-    "image_size": 8,
-    "patch_size": 2,
-    "channels": 1,
-    "num_classes": 10,
-    "width": 16,
-    "depth": 2,
-    "num_heads": 2,
-}
+
+def model_of(**options):
+    return VisionTransformer(rngs=nnx.Rngs(0), **SIZES, depth=2, **options)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +23,7 @@ SIZES = {
     ],
 )
 def test_captured_blocks_reproduce_the_forward_pass(options):
-    model = VisionTransformer(rngs=nnx.Rngs(0), **SIZES, **options)
+    model = model_of(**options)
     images = np.random.default_rng(0).standard_normal((3, 8, 8, 1)).astype(np.float32)
     captured = capture(model, images)
     np.testing.assert_allclose(captured.logits, model(images), atol=1e-5)
@@ -47,13 +42,13 @@ def test_captured_blocks_reproduce_the_forward_pass(options):
 
 
 def test_capture_leaves_the_model_as_it_was():
-    model = VisionTransformer(rngs=nnx.Rngs(0), **SIZES, remat=True)
+    model = model_of(remat=True)
     capture(model, np.zeros((1, 8, 8, 1), np.float32))
     assert type(model) is VisionTransformer
     assert model.remat
 
 
 def test_bfloat16_models_give_arrays_that_linear_algebra_takes():
-    model = VisionTransformer(rngs=nnx.Rngs(0), **SIZES, dtype=jnp.bfloat16)
+    model = model_of(dtype=jnp.bfloat16)
     captured = capture(model, np.zeros((1, 8, 8, 1), np.float32))
     assert captured.blocks[0].query.dtype == captured.path.dtype == np.float32

@@ -20,17 +20,9 @@ def make_run(tmp_path):
     def make(mechanism, seed, verdicts, accuracy=0.9, margins=(), data="digits", identity="auto"):
         workdir = tmp_path / f"{mechanism}{seed}{data}{identity}"
         (workdir / "report" / "figures").mkdir(parents=True)
+        rest = f"{mechanism} {seed}", "long", "curve", margins
         rows = [
-            Claim(
-                name,
-                "paper, part 1",
-                f"‖q|k‖ of {name} is so.",
-                verdict,
-                f"{mechanism} {seed}",
-                "long",
-                "curve",
-                margins,
-            )
+            Claim(name, "paper, part 1", f"‖q|k‖ of {name} is so.", verdict, *rest)
             for name, verdict in verdicts.items()
         ]
         with (workdir / "report" / "claims.csv").open("w", newline="") as file:
@@ -40,11 +32,7 @@ def make_run(tmp_path):
         model = {"score": mechanism, "identity": identity, "depth": 12, "width": 192}
         config = {"seed": seed, "model": model, "data": {"name": data, "eval_split": "eval"}}
         (workdir / "config.json").write_text(json.dumps(config))
-        lines = [
-            {"step": 1, "eval/accuracy": 0.1},
-            {"step": 2, "eval/accuracy": accuracy},
-            {"step": 2, "train/loss": 1},
-        ]
+        lines = [{"eval/accuracy": 0.1}, {"eval/accuracy": accuracy}, {"train/loss": 1}]
         (workdir / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
         figure, axes = new_figure(2, 2)
         axes[0, 0].imshow(np.eye(3))
@@ -69,16 +57,11 @@ def test_rows_count_seeds_and_tell_mechanisms_apart(make_run):
     table = claims_table([read_report(run) for run in runs])
     statement, verdict, number, command, figure = cells(table, "a")
     assert statement == "**a**: ‖q&#124;k‖ of a is so.<br>*paper, part 1*"
-    assert (verdict, number) == (
-        "adder: holds (2 of 2 seeds)<br>dot: does not hold",
-        "adder: adder 0<br>dot: dot 0",
-    )
+    assert verdict == "adder: holds (2 of 2 seeds)<br>dot: does not hold"
+    assert number == "adder: adder 0<br>dot: dot 0"
     assert (command, figure) == ("adder, dot", "[curve](images/claims/adder-curve.png)")
-    assert cells(table, "b")[1:4] == [
-        "does not hold (1 of 2 seeds); holds (1 of 2 seeds)",
-        "adder 0",
-        "adder",
-    ]
+    both = "does not hold (1 of 2 seeds); holds (1 of 2 seeds)"
+    assert cells(table, "b")[1:4] == [both, "adder 0", "adder"]
     assert cells(table, "c")[1] == "adder: holds (2 of 2 seeds)<br>dot: holds"
 
 
@@ -102,16 +85,14 @@ def test_a_difference_is_decided_by_its_interval_over_the_seeds(make_run, margin
 
 
 def test_a_difference_of_two_margins_needs_both(make_run):
+    second = {
+        "dot": lambda seed: 2.0 + seed / 9,
+        "additive": lambda seed: -2.0,
+        "bilinear": lambda seed: seed - 0.9,
+    }
     runs = [
-        make_run("dot", seed, {"a": "holds"}, margins=(1.0 + seed / 9, 2.0 + seed / 9))
-        for seed in range(3)
-    ]
-    runs += [
-        make_run("additive", seed, {"a": "holds"}, margins=(1.0 + seed / 9, -2.0))
-        for seed in range(3)
-    ]
-    runs += [
-        make_run("bilinear", seed, {"a": "holds"}, margins=(1.0 + seed / 9, seed - 0.9))
+        make_run(name, seed, {"a": "holds"}, margins=(1.0 + seed / 9, margin(seed)))
+        for name, margin in second.items()
         for seed in range(3)
     ]
     verdicts = cells(claims_table([read_report(run) for run in runs]), "a")[1].split("<br>")
@@ -129,10 +110,8 @@ def test_data_sets_and_mechanisms_without_the_identity_are_told_apart(make_run, 
         make_run("dot", 0, {"a": "does not hold"}, data="fashion_mnist"),
     ]
     page = write_claims(runs, tmp_path / "docs" / "claims.md").read_text()
-    assert (
-        cells(page, "a")[3]
-        == "adder on digits, adder without identity on fashion_mnist, dot on fashion_mnist"
-    )
+    groups = "adder on digits, adder without identity on fashion_mnist, dot on fashion_mnist"
+    assert cells(page, "a")[3] == groups
     assert "| adder without identity | fashion_mnist | 12, 192 | 0 | 0.9000 | test |" in page
     assert f"--workdir={runs[1]} --baseline={runs[2]}`" in page
     assert (tmp_path / "docs" / "images" / "claims" / "adder_on_digits-curve.png").is_file()
@@ -168,14 +147,10 @@ def test_page_has_its_figures_models_and_tally(make_run, tmp_path, capsys):
     assert images == {"adder-curve.png", "dot-curve.png", "adder-maps.png"}
     write_claims(runs[:1], out)
     assert "not measured" in cells(out.read_text(), "b")[1]
-    assert {path.name for path in (out.parent / "images" / "claims").iterdir()} == {
-        "adder-curve.png",
-        "adder-maps.png",
-    }
+    images = {path.name for path in (out.parent / "images" / "claims").iterdir()}
+    assert images == {"adder-curve.png", "adder-maps.png"}
 
 
 def test_a_run_without_a_report_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="--mode=analyze"):
         read_report(tmp_path)
-    with pytest.raises(ValueError, match="at least one report"):
-        claims_table([])

@@ -27,19 +27,17 @@ def test_terms_against_a_dense_hessian():
     delta = jax.flatten_util.ravel_pytree(update)[0]
     hessian = jax.hessian(lambda v: loss(unravel(v)))(flat)
     terms = second_order_terms(loss, w, update)
+    gradient = jax.grad(lambda v: loss(unravel(v)))(flat)
     assert float(terms.second) == pytest.approx(float(delta @ hessian @ delta) / 2, rel=1e-4)
-    assert float(terms.first) == pytest.approx(
-        float(jax.grad(lambda v: loss(unravel(v)))(flat) @ delta), rel=1e-4
-    )
+    assert float(terms.first) == pytest.approx(float(gradient @ delta), rel=1e-4)
     assert float(terms.odd + terms.even) == pytest.approx(float(terms.change), abs=1e-6)
     assert float(terms.even) == pytest.approx(float(terms.second), rel=0.1)
 
 
 def test_a_quadratic_has_no_further_terms():
     matrix = jnp.array([[2.0, 1.0], [1.0, 3.0]])
-    terms = second_order_terms(
-        lambda x: 0.5 * x @ matrix @ x, jnp.array([1.0, -1.0]), jnp.array([0.5, 0.25])
-    )
+    loss = lambda x: 0.5 * x @ matrix @ x
+    terms = second_order_terms(loss, jnp.array([1.0, -1.0]), jnp.array([0.5, 0.25]))
     assert float(terms.first) == pytest.approx(0.5 * 1 + 0.25 * -2)
     assert float(terms.second) == pytest.approx(0.5 * (0.5 * 1.25 + 0.25 * 1.25))
     assert float(terms.even) == pytest.approx(float(terms.second), rel=1e-5)
@@ -66,16 +64,13 @@ def test_adder_layers_are_differentiated_exactly():
     params = nnx.to_pure_dict(params)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((7, 6)), jnp.float32)
     loss = lambda params: jnp.sum(jnp.sin(nnx.merge(graphdef, params)(x)))
-    direction = jax.tree.map(
-        lambda p: jnp.asarray(np.random.default_rng(1).standard_normal(p.shape)), params
-    )
+    normal = lambda p: jnp.asarray(np.random.default_rng(1).standard_normal(p.shape))
+    direction = jax.tree.map(normal, params)
     gradient = jax.jit(jax.grad(loss))
     slope = lambda: float(optax.tree.vdot(gradient(params), direction))
     with jax.enable_x64(True), ops.use_backend("reference"):
-        wide, towards = (
-            jax.tree.map(lambda p: jnp.asarray(p, jnp.float64), tree)
-            for tree in (params, direction)
-        )
+        double = lambda p: jnp.asarray(p, jnp.float64)
+        wide, towards = jax.tree.map(double, (params, direction))
         moved = lambda h: jax.tree.map(lambda p, d: p + h * d, wide, towards)
         difference = float((loss(moved(1e-6)) - loss(moved(-1e-6))) / 2e-6)
     own = slope()
@@ -98,9 +93,8 @@ def test_steps_are_those_of_training(mechanism):
         assert step.learning_rate == pytest.approx(run.learning_rate(step.step))
         assert step.change == pytest.approx(step.odd + step.even, abs=1e-5)
         # Small steps: the expansion gives the change of the loss.
-        assert step.first == pytest.approx(step.odd, abs=0.03 * abs(step.odd) + 1e-5)
-        assert step.first + step.second == pytest.approx(
-            step.change, abs=0.03 * abs(step.odd) + 1e-5
-        )
+        near = 0.03 * abs(step.odd) + 1e-5
+        assert step.first == pytest.approx(step.odd, abs=near)
+        assert step.first + step.second == pytest.approx(step.change, abs=near)
     assert steps[0].ratio() == abs(steps[0].even / steps[0].odd)
     assert steps[0].ratio(10 * steps[0].learning_rate) == pytest.approx(10 * steps[0].ratio())

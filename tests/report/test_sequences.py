@@ -32,9 +32,8 @@ def study_of(maps, *, edits=(0, 4), uniform=(4, 4), phonemes=(4, 8), letters=(2,
         row[: len(given), : len(given[0])] = given
     subject = SequenceSubject("x", weights, np.array(edits), np.array(uniform), np.array(phonemes))
     sources = [tuple("abcde"[:n]) for n in letters]
-    return SequenceStudy(
-        subject, None, None, sources, [tuple("ABCD"[: len(given)]) for given in maps]
-    )
+    targets = [tuple("ABCD"[: len(given)]) for given in maps]
+    return SequenceStudy(subject, None, None, sources, targets)
 
 
 EVEN, FIRST, LAST = [0.5, 0.5], [1.0, 0.0], [0.0, 1.0]
@@ -61,27 +60,20 @@ def test_numbers_of_alignments_are_those_by_hand():
 def test_verdicts_turn_with_the_numbers():
     study = study_of([[FIRST, LAST], [[1.0, 0, 0], [0, 1.0, 0]]], edits=(1, 2), uniform=(2, 3))
     verdicts = {claim.name: claim.verdict for claim in alignments.judge(study).claims}
-    assert list(verdicts.values()) == [
-        report.HOLDS,
-        report.DOES_NOT_HOLD,
-        report.DOES_NOT_HOLD,
-        report.HOLDS,
-    ]
+    assert list(verdicts.values()) == ["holds", "does not hold", "does not hold", "holds"]
 
 
 @pytest.mark.parametrize("temperature", [0.7, "learned"])
 def test_uniform_maps_keep_the_mask(temperature):
-    layer = attention.SequenceAttention(
-        4, 4, score="dot", temperature=temperature, rngs=nnx.Rngs(0)
-    )
+    options = dict(score="dot", temperature=temperature, rngs=nnx.Rngs(0))
+    layer = attention.SequenceAttention(4, 4, **options)
     query, key = (
         np.random.default_rng(n).standard_normal((2, 3 + n, 4)).astype(np.float32) for n in (0, 1)
     )
     mask = np.arange(4) < np.array([[2], [4]])
     _, weights = with_uniform_maps(layer)(query, key, mask=mask[:, None], return_weights=True)
-    np.testing.assert_allclose(
-        weights, np.broadcast_to(mask[:, None] / mask.sum(-1)[:, None, None], (2, 3, 4))
-    )
+    expected = np.broadcast_to(mask[:, None] / mask.sum(-1)[:, None, None], (2, 3, 4))
+    np.testing.assert_allclose(weights, expected)
     assert with_uniform_maps(layer) is not layer
 
 
@@ -96,19 +88,15 @@ def test_edits_are_those_of_what_the_model_writes():
     source = data.SequenceSource("upper", "test", ["test"], arrays, symbols, longest=4)
     facts = tasks._transduction.SequenceFacts(4, 5, 3, 4, 4)
     task = tasks.Transduction(tasks.TransductionSettings(), facts)
-    model = Seq2Seq(
-        source_symbols=4, target_symbols=5, width=8, embedding_features=4, rngs=nnx.Rngs(0)
-    )
+    sizes = dict(source_symbols=4, target_symbols=5, width=8, embedding_features=4)
+    model = Seq2Seq(**sizes, rngs=nnx.Rngs(0))
     subject = observe_sequences("x", model, task, source.first(3))
     until_end = lambda row: row.tolist()[: row.tolist().index(1)] if 1 in row else row.tolist()
     right = [until_end(row) for row in arrays["references"][:, 0]]
-    for writer, edits in (
-        (model, subject.edits),
-        (with_uniform_maps(model), subject.uniform_edits),
-    ):
-        written = [
-            until_end(row) for row in np.asarray(jax.jit(task.write)(writer, arrays["source"]))
-        ]
+    uniform = with_uniform_maps(model)
+    for writer, edits in ((model, subject.edits), (uniform, subject.uniform_edits)):
+        rows = np.asarray(jax.jit(task.write)(writer, arrays["source"]))
+        written = [until_end(row) for row in rows]
         assert edits.tolist() == [by_recursion(*pair) for pair in zip(written, right, strict=True)]
     assert subject.phonemes.tolist() == [2, 1, 3]
 
@@ -116,34 +104,19 @@ def test_edits_are_those_of_what_the_model_writes():
 @pytest.mark.slow
 def test_a_run_is_analysed_beside_another(tmp_path, capsys):
     write_dictionary(tmp_path / "dictionary")
-    configs = {}
-    for score in ("additive", "dot"):
-        configs[score] = config = g2p.transduction(score)
-        config.update_from_flattened_dict(
-            {
-                "data.data_dir": str(tmp_path / "dictionary"),
-                "model.width": 16,
-                "batch_size": 32,
-                "num_epochs": 0.5,
-            }
-        )
+    small = {"data.data_dir": str(tmp_path / "dictionary"), "model.width": 16, "batch_size": 32}
+    for score in ("dot", "additive"):
+        config = g2p.transduction(score)
+        config.update_from_flattened_dict(small | {"num_epochs": 0.5})
         Trainer(build_run(config), training.open_workdir(tmp_path / score, config)).fit()
-    modes.analyze(configs["additive"], tmp_path / "additive", "last", tmp_path / "dot")
+    modes.analyze(config, tmp_path / "additive", "last", tmp_path / "dot")
     out = capsys.readouterr().out
     folder = tmp_path / "additive" / "report"
     with (folder / "claims.csv").open(encoding="utf-8") as file:
         rows = {row["name"]: row for row in csv.DictReader(file)}
-    for name in (
-        "alignment-monotonic",
-        "alignment-focused",
-        "alignment-needed",
-        "alignment-length",
-        "xor-additive",
-    ):
+    names = (f"alignment-{name}" for name in ("monotonic", "focused", "needed", "length"))
+    for name in (*names, "xor-additive"):
         assert f"{name}: {rows[name]['verdict']}" in out
     assert "dot attention" in rows["alignment-focused"]["finding"]
-    assert {path.name for path in (folder / "figures").glob("*.png")} >= {
-        "alignments.png",
-        "alignments-baseline.png",
-        "errors-by-length.png",
-    }
+    drawn = {path.stem for path in (folder / "figures").glob("*.png")}
+    assert drawn >= {"alignments", "alignments-baseline", "errors-by-length"}

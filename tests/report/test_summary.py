@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from adder_flax.counting import count_operations, energy
 from adder_flax.models import VisionTransformer
 from adder_flax.ops import _backend
 from adder_flax.report import summary_rows, summary_text
+from tests.report.small import SIZES
 
 IMAGENET, DIGIT = (
     jax.ShapeDtypeStruct((1, *shape), jnp.float32) for shape in ((224, 224, 3), (8, 8, 1))
@@ -31,62 +31,37 @@ def test_deit_against_published_numbers(width, heads, parameters, gmacs):
     # Elementwise products (LayerNorm, GELU) are the 0.3 % that published MACs leave out.
     assert total.operations.multiplications == pytest.approx(gmacs * 1e9, rel=0.01)
     assert rows["patch embedding"].operations.multiplications == 196 * 16 * 16 * 3 * width
-    assert (
-        rows["blocks: query, key, value"].operations.multiplications == 12 * 197 * width * 3 * width
-    )
-    assert rows["blocks: projection"].operations.multiplications == 12 * 197 * width * width
+    of = lambda part: rows[f"blocks: {part}"].operations.multiplications
+    assert of("query, key, value") == 3 * of("projection") == 3 * 12 * 197 * width * width
     assert rows["head"].parameters == 1000 * width + 1000
     assert not total.operations.uncounted
 
 
-SMALL = {
-    "image_size": 8,
-    "patch_size": 2,
-    "channels": 1,
-    "num_classes": 10,
-    "width": 16,
-    "depth": 2,
-    "num_heads": 2,
-}
+SMALL = SIZES | {"depth": 2}
 
 
 def test_parts_sum_to_the_whole():
     model = abstract(**SMALL, **ADDER)
     *parts, total = summary_rows(model, DIGIT)
     assert sum(row.parameters for row in parts) == total.parameters
-    assert total.parameters == sum(
-        leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))
-    )
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert total.parameters == sum(leaf.size for leaf in leaves)
     for kind in ("additions", "multiplications", "comparisons", "exponentials", "l1_elements"):
-        assert sum(getattr(row.operations, kind) for row in parts) == getattr(
-            total.operations, kind
-        )
+        of = lambda row, kind=kind: getattr(row.operations, kind)
+        assert sum(map(of, parts)) == of(total)
     assert sum(row.joules for row in parts) == pytest.approx(total.joules)
 
 
 def test_adder_elements_by_hand():
     rows = {row.part: row for row in summary_rows(abstract(**SMALL, **ADDER), DIGIT)}
     tokens, width, head_dim = 17, 16, 8
-    assert (
-        rows["blocks: query, key, value"].operations.l1_elements == 2 * 3 * tokens * width * width
-    )
-    assert (
-        rows["blocks: attention map"].operations.l1_elements == 2 * 2 * tokens * tokens * head_dim
-    )
-    assert rows["blocks: MLP"].operations.l1_elements == 2 * 2 * tokens * width * 4 * width
+    elements = lambda part: rows[f"blocks: {part}"].operations.l1_elements
+    assert elements("query, key, value") == 2 * 3 * tokens * width * width
+    assert elements("attention map") == 2 * 2 * tokens * tokens * head_dim
+    assert elements("MLP") == 2 * 2 * tokens * width * 4 * width
     # Of the attention map only its product with the values and its scale multiply.
     per_map = 2 * 2 * tokens * tokens
     assert rows["blocks: attention map"].operations.multiplications == per_map * head_dim + per_map
-
-
-@pytest.mark.slow
-def test_full_adder_deit_tiny_is_two_to_three_times_cheaper():
-    image = jax.ShapeDtypeStruct((1, 224, 224, 3), "float32")
-    joules = [
-        energy(count_operations(abstract(**options), image)).total_arithmetic_joules
-        for options in ({}, ADDER)
-    ]
-    assert 2.0 < joules[0] / joules[1] < 3.0
 
 
 def test_text_is_aligned_and_says_its_conventions():
@@ -95,9 +70,7 @@ def test_text_is_aligned_and_says_its_conventions():
     assert len({len(line) for line in text[: rule + 2]}) == 1
     assert text[rule + 1].startswith("total")
     assert any("at 1 addition" in line for line in text)
-    assert not any(
-        "at 1 addition" in line for line in summary_text(abstract(**SMALL), DIGIT).splitlines()
-    )
+    assert "at 1 addition" not in summary_text(abstract(**SMALL), DIGIT)
 
 
 def test_summaries_wait_for_no_kernels(monkeypatch):
@@ -120,10 +93,8 @@ def test_parts_of_a_model_that_names_none():
         def __call__(self, images):
             return self.head(jnp.maximum(self.hidden(images.reshape(1, -1)), 0.0))
 
-    rows = {
-        row.part: row
-        for row in summary_rows(nnx.eval_shape(lambda: Perceptron(nnx.Rngs(0))), DIGIT)
-    }
+    model = nnx.eval_shape(lambda: Perceptron(nnx.Rngs(0)))
+    rows = {row.part: row for row in summary_rows(model, DIGIT)}
     assert [*rows] == ["head", "hidden", "elsewhere", "total"]
     assert rows["hidden"].operations.multiplications == 64 * 8
     assert rows["elsewhere"].operations.comparisons == 8

@@ -19,60 +19,50 @@ _FEW = 1 / 3  # of the symbols that are read
 @register_claims("alignments", ALIGNMENT, of=SequenceStudy)
 def judge(study: SequenceStudy) -> Findings:
     """Direction and width of alignments, errors with uniform ones, errors over the input length."""
-    claims = [_monotonic(study), _focused(study), _needed(study.subject), _length(study)]
+    claims = [*_shape(study), _needed(study.subject), _length(study)]
     subjects = filter(None, (study.subject, study.baseline))
     pictures = [*(_alignment_picture(study, one) for one in subjects), _error_picture(study)]
     return Findings(claims, pictures)
 
 
 def moves_on(study: SequenceStudy, subject: SequenceSubject) -> float:
-    """Returns the share of steps between target symbols at which the expected source position
-    rises.
-    """
+    """Returns the share of steps at which the expected source position rises."""
     centres = [weights @ np.arange(weights.shape[1]) for weights in study.alignments(subject)]
     return float(np.mean(np.concatenate([np.diff(centre) > 0 for centre in centres])))
 
 
 def width(study: SequenceStudy, subject: SequenceSubject) -> float:
-    """Returns the median share of the source that a target symbol looks at, exp(entropy of its
-    row) / length.
-    """
+    """Returns the median share of the source that a target symbol looks at, by exp(entropy)."""
     maps = study.alignments(subject)
     return float(np.median(np.concatenate([np.exp(row_entropy(m)) / m.shape[1] for m in maps])))
 
 
-def _others(study: SequenceStudy, measure) -> str:
-    """Returns the same number of the other models, for the end of a finding."""
+def _shape(study: SequenceStudy) -> list[Claim]:
     others = [one for one in (study.untrained, study.baseline) if one]
-    return "".join(f"; {one.name}: {measure(study, one):.1%}" for one in others)
-
-
-def _monotonic(study: SequenceStudy) -> Claim:
-    share = moves_on(study, study.subject)
-    return ALIGNMENT.claim(
-        "alignment-monotonic",
-        "section 5.2.1",
-        "Alignments are largely monotonic.",
-        share >= _MONOTONIC,
-        f"{share:.1%} of the steps",
-        f"The expected position in the source rises at {share:.1%} of the steps from one symbol to "
-        f"the next (largely: at least {_MONOTONIC:.0%}){_others(study, moves_on)}.",
-        "alignments",
-    )
-
-
-def _focused(study: SequenceStudy) -> Claim:
-    share = width(study, study.subject)
-    return ALIGNMENT.claim(
-        "alignment-focused",
-        "section 5.2.1",
-        "Each symbol that is written looks at a few of those that are read.",
-        share <= _FEW,
-        f"{share:.1%} of the source",
-        f"The median of exp(entropy of a row) is {share:.1%} of the length of the source (a few: "
-        f"at most {_FEW:.0%}; one symbol of ten: 10 %){_others(study, width)}.",
-        "alignments",
-    )
+    also = lambda measure: "".join(f"; {one.name}: {measure(study, one):.1%}" for one in others)
+    rising, wide = moves_on(study, study.subject), width(study, study.subject)
+    return [
+        ALIGNMENT.claim(
+            "alignment-monotonic",
+            "section 5.2.1",
+            "Alignments are largely monotonic.",
+            rising >= _MONOTONIC,
+            f"{rising:.1%} of the steps",
+            f"The expected position in the source rises at {rising:.1%} of the steps from one "
+            f"symbol to the next (largely: at least {_MONOTONIC:.0%}){also(moves_on)}.",
+            "alignments",
+        ),
+        ALIGNMENT.claim(
+            "alignment-focused",
+            "section 5.2.1",
+            "Each symbol that is written looks at a few of those that are read.",
+            wide <= _FEW,
+            f"{wide:.1%} of the source",
+            f"The median of exp(entropy of a row) is {wide:.1%} of the length of the source (a "
+            f"few: at most {_FEW:.0%}; one symbol of ten: 10 %){also(width)}.",
+            "alignments",
+        ),
+    ]
 
 
 def _needed(subject: SequenceSubject) -> Claim:
@@ -136,11 +126,10 @@ def _error_picture(study: SequenceStudy) -> Picture:
     by_length = lambda counts: np.array([counts[lengths == n].sum() for n in present])
     rates = {name: by_length(wrong) / by_length(of) for name, (wrong, of) in edits.items()}
     figure, axes = _style.new_figure(5.4, 3.3)
-    percent = {name: 100 * values for name, values in rates.items()}
-    _style.draw_lines(axes[0, 0], present, percent)
+    _style.draw_lines(axes[0, 0], present, {name: 100 * rate for name, rate in rates.items()})
     _style.whole_ticks(axes[0, 0])
-    _style.dress(axes[0, 0], xlabel="letters of the word", ylabel="phoneme error rate (%)")
-    _style.legend(axes[0, 0])
+    labels = {"xlabel": "letters of the word", "ylabel": "phoneme error rate (%)"}
+    _style.dress(axes[0, 0], **labels, legend_at="best")
     return Picture(
         "errors-by-length",
         figure,

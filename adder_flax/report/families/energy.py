@@ -45,16 +45,9 @@ def deit_operations(size: str, variant: str, *, depth: int = 12) -> Operations:
 
     Every block does the same, so two traces, of one and of two blocks, give any depth exactly.
 
-    Args:
-      size: of :data:`SIZES`.
-      variant: of :data:`VARIANTS`.
-      depth: number of blocks.
-
-    Example:
-      >>> round(
-      ...     deit_operations("DeiT-Ti", "multiplicative").multiplications / 1e9, 2
-      ... )  # published: 1.26 GMACs
-      1.26
+    >>> of_tiny = deit_operations("DeiT-Ti", "multiplicative")  # published: 1.26 GMACs
+    >>> round(of_tiny.multiplications / 1e9, 2)
+    1.26
     """
     width, heads = SIZES[size]
 
@@ -64,43 +57,35 @@ def deit_operations(size: str, variant: str, *, depth: int = 12) -> Operations:
         return count_operations(model, jax.ShapeDtypeStruct((1, 224, 224, 3), "float32"))
 
     one, two = count(1), count(2)
-    extrapolate = lambda first, second: first + (depth - 1) * (second - first)
+    beyond = lambda first, second: first + (depth - 1) * (second - first)
     return Operations(
-        counts={
-            key: extrapolate(one.counts.get(key, 0), number) for key, number in two.counts.items()
-        },
-        bytes_moved=extrapolate(one.bytes_moved, two.bytes_moved),
-        bytes_at_boundary=extrapolate(one.bytes_at_boundary, two.bytes_at_boundary),
+        {key: beyond(one.counts.get(key, 0), number) for key, number in two.counts.items()},
+        beyond(one.bytes_moved, two.bytes_moved),
+        beyond(one.bytes_at_boundary, two.bytes_at_boundary),
     )
 
 
 def _ratios(variants: dict[str, Operations]) -> dict[str, float]:
-    """How many times less energy than the multiplicative network, by what is adder and what is
-    counted.
-    """
-    base, adder = energy(variants["multiplicative"]), energy(variants["adder"])
-    arithmetic = lambda one: one.total_arithmetic_joules
-    with_memory = lambda one, bound: arithmetic(one) + one.memory_joules["DRAM"][bound]
-    single = energy(variants["adder"].with_one_addition_per_l1_element())
+    """How many times less energy than the multiplicative network, by what is counted."""
+    single = variants["adder"].with_one_addition_per_l1_element()
+    base, scores, adder, single = map(energy, (*variants.values(), single))
+    less = lambda one: base.total_arithmetic_joules / one.total_arithmetic_joules
+    whole = lambda one, bound: one.total_arithmetic_joules + one.memory_joules["DRAM"][bound]
     return {
-        "2 additions an element": arithmetic(base) / arithmetic(adder),
-        "1 addition an element": arithmetic(base) / arithmetic(single),
-        "adder scores only": arithmetic(base) / arithmetic(energy(variants["adder scores only"])),
-        "with weights and image from DRAM": with_memory(base, 0) / with_memory(adder, 0),
-        "with every operation through DRAM": with_memory(base, 1) / with_memory(adder, 1),
+        "2 additions an element": less(adder),
+        "1 addition an element": less(single),
+        "adder scores only": less(scores),
+        "with weights and image from DRAM": whole(base, 0) / whole(adder, 0),
+        "with every operation through DRAM": whole(base, 1) / whole(adder, 1),
     }
 
 
 def _claims(ratios: dict[str, dict[str, float]]) -> list[Claim]:
-    two, one, scores, loaded, moved = (
-        [of_size[name] for of_size in ratios.values()] for name in next(iter(ratios.values()))
-    )
-    by_size = lambda values: ", ".join(
-        f"{size} {v:.2f}" for size, v in zip(ratios, values, strict=True)
-    )
-    within = lambda values, most: all(most[0] <= value <= most[1] for value in values)
-    saves = within(two, (2.0, 3.0))
-    condition = within(loaded, (2.0, 3.0)) or only_when("arithmetic alone is counted")
+    two, one, scores, loaded, moved = zip(*(of.values() for of in ratios.values()), strict=True)
+    by_size = lambda values: ", ".join(map("{} {:.2f}".format, ratios, values))
+    within = lambda values, low, high: all(low <= value <= high for value in values)
+    saves = within(two, 2.0, 3.0)
+    condition = within(loaded, 2.0, 3.0) or only_when("arithmetic alone is counted")
     return [
         ENERGY.claim(
             "energy",
@@ -117,7 +102,7 @@ def _claims(ratios: dict[str, dict[str, float]]) -> list[Claim]:
             "energy-scores-only",
             "(what it takes)",
             "Adder attention scores alone save 1 to 5 %: the claim needs adder linear layers.",
-            within(scores, (1.0, 1.05)),
+            within(scores, 1.0, 1.05),
             f"{by_size(scores)} times",
             f"With multiplicative linear layers: {by_size(scores)} times less.",
             "energy",
@@ -158,16 +143,14 @@ def _draw_joules(axis, counted: dict[str, dict[str, Operations]]) -> dict[str, l
     for place, (size, variants) in enumerate(counted.items()):
         whole = energy(variants["multiplicative"]).total_arithmetic_joules
         for offset, (variant, hatch) in zip((-1, 0, 1), _HATCHES.items(), strict=True):
-            operations = variants[variant]
-            joules = energy(operations).total_arithmetic_joules
+            of, label = variants[variant], variant if place == 0 else None
+            joules = energy(of).total_arithmetic_joules
             x, percent = place + 0.27 * offset, 100 * joules / whole
             style = dict(width=0.25, color="white" if hatch else "#555555", hatch=hatch)
-            label = variant if place == 0 else None
             axis.bar(x, percent, **style, edgecolor="black", label=label)
             style = dict(ha="center", va="bottom", rotation=90, fontsize=7)
             axis.text(x, percent + 2, f"{1e3 * joules:.3g} mJ", **style)
-            sums = operations.multiplications, operations.additions
-            rows.append((size, variant, *sums, joules))
+            rows.append((size, variant, of.multiplications, of.additions, joules))
     axis.set_xticks(range(len(counted)), list(counted))
     axis.set_ylim(0, 145)
     axis.set_yticks(range(0, 101, 25))
@@ -196,11 +179,12 @@ def _subject_picture(study: ImageStudy) -> Picture:
     image = jax.ShapeDtypeStruct((1, *study.pictures.shape[1:]), jnp.float32)
     *parts, _ = summary_rows(study.subject.model, image)
     kinds = ("multiplications", "additions", "comparisons", "exponentials", "divisions", "roots")
-    columns: dict[str, list] = {"part": [part.part for part in parts]}
-    columns["parameters"] = [part.parameters for part in parts]
-    for kind in (*kinds, "l1_elements"):
-        columns[kind] = [getattr(part.operations, kind) for part in parts]
-    columns["joules"] = [part.joules for part in parts]
+    columns: dict[str, list] = {
+        "part": [part.part for part in parts],
+        "parameters": [part.parameters for part in parts],
+        **{kind: [getattr(p.operations, kind) for p in parts] for kind in (*kinds, "l1_elements")},
+        "joules": [part.joules for part in parts],
+    }
     figure, axes = _style.new_figure(8.6, 0.3 * len(parts) + 1.0, 1, 3, sharey=True)
     heights = np.arange(len(parts))[::-1]
     units = {

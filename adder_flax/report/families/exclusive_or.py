@@ -13,57 +13,46 @@ def judge(study: object) -> Findings:
     """The bound by enumeration, trained heads, and the number of parameters."""
     del study  # a statement on scores, whatever the model
     accuracies = {score: train_xor(score) for score in ("bilinear", "additive")}
-    claims = [
-        _bilinear_claim(accuracies["bilinear"]),
-        _additive_claim(accuracies["additive"]),
-        _parameter_claim(),
-    ]
-    return Findings(claims, [_xor_picture(accuracies)])
+    return Findings(_claims(**accuracies), [_xor_picture(accuracies)])
 
 
-def _bilinear_claim(accuracies: np.ndarray) -> Claim:
-    bound = xor_bound()
-    return ADDITIVE.claim(
-        "xor-bilinear",
-        "The limits of bilinearity",
-        "No bilinear score, biases included, solves the XOR alignment task.",
-        bound < 1 and accuracies.max() <= bound,
-        f"at most {float(bound):.0%} of the pairs",
-        f"By enumeration at most {bound.numerator * 4} of 16 pairs, "
-        f"{float(bound):.0%}, and a W that reaches it is known; trained from "
-        f"{len(accuracies)} starts: {accuracies.min():.0%} to {accuracies.max():.0%}.",
-        "xor",
-    )
-
-
-def _additive_claim(accuracies: np.ndarray) -> Claim:
-    solved = accuracies == 1.0
+def _claims(bilinear: np.ndarray, additive: np.ndarray) -> list[Claim]:
+    bound, starts, solved = xor_bound(), len(additive), additive == 1.0
     some = solved.any() and only_when(f"training succeeds ({solved.mean():.0%} of starts)")
-    return ADDITIVE.claim(
-        "xor-additive",
-        "The power of non-linearity",
-        "An additive score solves the XOR alignment task.",
-        solved.all() or some,
-        f"100 % from {solved.sum()} of {len(solved)} starts",
-        f"Hidden width 16, {len(accuracies)} starts: {accuracies.min():.0%} to "
-        f"{accuracies.max():.0%} of the pairs; weights for width 4 are known in closed form.",
-        "xor",
-    )
-
-
-def _parameter_claim() -> Claim:
-    bilinear, below = score_parameters(64, 128, 42)
-    above = score_parameters(64, 128, 43)[1]
-    return ADDITIVE.claim(
-        "parameter-count",
-        "The role of the attention dimension",
-        "For widths 64 and 128 the two scores have equally many parameters at d_a = 8192/193 ≈ "
-        "42.4.",
-        below < bilinear < above,
-        f"{below} < {bilinear} < {above} parameters at d_a = 42, 43",
-        f"Bilinear {bilinear}; additive {below} at d_a = 42 and {above} at 43.",
-        "xor",
-    )
+    span = lambda accuracies: f"{accuracies.min():.0%} to {accuracies.max():.0%}"
+    (of_bilinear, below), (_, above) = (score_parameters(64, 128, d) for d in (42, 43))
+    return [
+        ADDITIVE.claim(
+            "xor-bilinear",
+            "The limits of bilinearity",
+            "No bilinear score, biases included, solves the XOR alignment task.",
+            bound < 1 and bilinear.max() <= bound,
+            f"at most {float(bound):.0%} of the pairs",
+            f"By enumeration at most {bound.numerator * 4} of 16 pairs, {float(bound):.0%}, and a "
+            f"W that reaches it is known; trained from {starts} starts: {span(bilinear)}.",
+            "xor",
+        ),
+        ADDITIVE.claim(
+            "xor-additive",
+            "The power of non-linearity",
+            "An additive score solves the XOR alignment task.",
+            solved.all() or some,
+            f"100 % from {solved.sum()} of {starts} starts",
+            f"Hidden width 16, {starts} starts: {span(additive)} of the pairs; weights for width 4 "
+            "are known in closed form.",
+            "xor",
+        ),
+        ADDITIVE.claim(
+            "parameter-count",
+            "The role of the attention dimension",
+            "For widths 64 and 128 the two scores have equally many parameters at d_a = 8192/193 ≈ "
+            "42.4.",
+            below < of_bilinear < above,
+            f"{below} < {of_bilinear} < {above} parameters at d_a = 42, 43",
+            f"Bilinear {of_bilinear}; additive {below} at d_a = 42 and {above} at 43.",
+            "xor",
+        ),
+    ]
 
 
 def _xor_picture(accuracies: dict[str, np.ndarray]) -> Picture:

@@ -49,31 +49,32 @@ def judge(study: Study) -> Findings:
 
 
 def _find_gate(study: Study, scores: tuple[str, ...]) -> tuple[str, Gate]:
-    """Whose gate it is, and the gate: of a block of one of the models, else of a new head on
-    unit-normal tokens.
-    """
-    for subject in filter(None, (study.subject, study.baseline)):
-        for index, block in enumerate(subject.captured.blocks):
-            if block.score in scores:
-                tokens = [x[:_IMAGES, :, :_TOKENS] for x in (block.query, block.key)]
-                owner = f"{subject.name}, block {index + 1}"
-                return owner, _module_gate(subject.attention(index), *tokens)
-    module = attention.MultiHeadAttention(1, 64, score=scores[0], rngs=nnx.Rngs(0))
-    tokens = np.random.default_rng(0).standard_normal((2, _IMAGES, 1, _TOKENS, 64))
-    return "a new head on unit-normal tokens", _module_gate(module, *tokens)
-
-
-def _module_gate(module: attention.MultiHeadAttention, query: np.ndarray, key: np.ndarray) -> Gate:
+    """Of the first block of a model that has one, else of a new head; and whose it is."""
+    subjects = filter(None, (study.subject, study.baseline))
+    found = (
+        (subject, index, block)
+        for subject in subjects
+        for index, block in enumerate(subject.captured.blocks)
+        if block.score in scores
+    )
+    if first := next(found, None):
+        subject, index, block = first
+        owner, module = f"{subject.name}, block {index + 1}", subject.attention(index)
+        query, key = (x[:_IMAGES, :, :_TOKENS] for x in (block.query, block.key))
+    else:
+        owner = "a new head on unit-normal tokens"
+        module = attention.MultiHeadAttention(1, 64, score=scores[0], rngs=nnx.Rngs(0))
+        query, key = np.random.default_rng(0).standard_normal((2, _IMAGES, 1, _TOKENS, 64))
     parameters = {name: parameter[...] for name, parameter in module.score.items()}
-    return gate(module.settings.score, query, key, parameters)
+    return owner, gate(module.settings.score, query, key, parameters)
 
 
 def _gate_picture(gates: dict[str, tuple[str, Gate]]) -> Picture:
     figure, axes = _style.new_figure(8.2, 3.0, 1, 2)
     columns: dict[str, np.ndarray] = {}
     for axis, (kind, (owner, found)) in zip(axes[0], gates.items(), strict=True):
-        share, edges = np.histogram(found.values, bins=60)
-        share = 100 * share / found.values.size
+        count, edges = np.histogram(found.values, bins=60)
+        share = 100 * count / found.values.size
         axis.stairs(share, edges, fill=True, color="#777777")
         axis.axvline(0, color="black", linewidth=0.8)
         _style.dress(axis, xlabel="value of the gate", ylabel="share (%)", title=f"{kind}: {owner}")

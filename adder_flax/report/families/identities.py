@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from adder_flax import attention
+from adder_flax.measures._arrays import softmax
 from adder_flax.measures.brownian import total_variation
 from adder_flax.measures.maps import entropy
 from adder_flax.report import _style
@@ -34,9 +35,7 @@ def judge(study: Study) -> Findings:
 def _live_map(
     module: attention.MultiHeadAttention, block: BlockCapture, alpha: float = 1.0, **options: Any
 ) -> np.ndarray:
-    """The block's map from its own queries and keys, weights scaled so that scores grow by
-    ``alpha``.
-    """
+    """The map of its own queries and keys, weights scaled so that scores grow by ``alpha``."""
     query, key = (jnp.swapaxes(jnp.asarray(x), 1, 2) for x in (block.query, block.key))
     parameters = {name: parameter[...] for name, parameter in module.score.items()}
     score = module.settings.score
@@ -57,14 +56,12 @@ def _live_map(
 def _moves(module: attention.MultiHeadAttention, block: BlockCapture) -> dict[str, float]:
     """Largest total variation of a row of the map before and after each change of parameters."""
     keys, plain = block.key.shape[-2], _live_map(module, block)
-    changes: dict[str, dict[str, Any]] = {
-        "a scalar bias of 3": dict(key_bias=jnp.full((keys,), 3.0)),
-        "scores and temperature × 7": dict(alpha=7.0, temperature=7.0),
-        "a bias per key": dict(key_bias=3.0 * jax.random.normal(jax.random.key(0), (keys,))),
-    }
+    moved = lambda **change: float(total_variation(plain, _live_map(module, block, **change)).max())
+    normal = jax.random.normal(jax.random.key(0), (keys,))
     return {
-        name: float(total_variation(plain, _live_map(module, block, **change)).max())
-        for name, change in changes.items()
+        "a scalar bias of 3": moved(key_bias=jnp.full((keys,), 3.0)),
+        "scores and temperature × 7": moved(alpha=7.0, temperature=7.0),
+        "a bias per key": moved(key_bias=3.0 * normal),
     }
 
 
@@ -102,19 +99,13 @@ def _identity_claims(where: str, scalar: float, rescaled: float, per_key: float)
 
 
 def _inner_biases() -> tuple[list[float], float]:
-    """Entropy of additive attention by the size of b, and the largest |score|/‖v‖₁, for normal
-    queries and keys.
-    """
+    """Of normal queries and keys entropies by the size of b, and the largest |score|/‖v‖₁."""
     rng = np.random.default_rng(0)
     queries, keys = rng.standard_normal((64, 1, 64)), rng.standard_normal((1, _KEYS, 64))
     v, sign = rng.standard_normal(64), rng.choice([-1.0, 1.0], 64)
-    entropies, most = [], 0.0
-    for size in _BIAS_SIZES:
-        scores = np.tanh((queries + keys) / np.sqrt(2) + size * sign) @ v
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        entropies.append(float(entropy(weights / weights.sum(-1, keepdims=True)).mean()))
-        most = max(most, np.abs(scores).max() / np.abs(v).sum())
-    return entropies, float(most)
+    scores = [np.tanh((queries + keys) / np.sqrt(2) + b * sign) @ v for b in _BIAS_SIZES]
+    entropies = [float(entropy(softmax(of_size)).mean()) for of_size in scores]
+    return entropies, float(max(np.abs(of_size).max() for of_size in scores) / np.abs(v).sum())
 
 
 def _additive_claims(entropies: list[float], most: float) -> list[Claim]:

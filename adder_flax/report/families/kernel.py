@@ -49,9 +49,7 @@ def judge(study: Study) -> Findings:
 
 
 def _distances(block: BlockCapture) -> dict[str, np.ndarray]:
-    """Total variation between Gaussian-kernel map and dot-product map, from ever less ideal
-    tokens.
-    """
+    """Total variation between the two maps, from ever less ideal tokens."""
     tokens, normalized = block.around()
     bare = layer_norm(tokens)
     pairs = {
@@ -69,8 +67,8 @@ def _kernel_picture(distances: dict[str, list[np.ndarray]]) -> Picture:
     figure, axes = _style.new_figure(5.4, 3.3)
     data = _style.by_block(axes[0, 0], distances)
     axes[0, 0].set_yscale("log", nonpositive="clip")
-    _style.dress(axes[0, 0], xlabel="block", ylabel="difference, share of a row")
-    _style.legend(axes[0, 0])
+    label = "difference, share of a row"
+    _style.dress(axes[0, 0], xlabel="block", ylabel=label, legend_at="best")
     return Picture(
         "kernel",
         figure,

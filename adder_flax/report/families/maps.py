@@ -69,13 +69,9 @@ def _attention_picture(study: Study) -> Picture:
     """The paper's figure 3, of both models where there are two, with rollout beside it."""
     models = {subject.name: subject for subject in filter(None, (study.baseline, study.subject))}
     alone = len(models) == 1
-    shown = min(4 if alone else 3, len(study.pictures))
-    options: dict[str, Any] = dict(
-        **study.subject.in_front,
-        blocks=study.subject.blocks(3, 6, 10),
-        captions=study.captions[:shown],
-        with_rollout=True,
-    )
+    shown, blocks = min(4 if alone else 3, len(study.pictures)), study.subject.blocks(3, 6, 10)
+    options: dict[str, Any] = dict(blocks=blocks, with_rollout=True, **study.subject.in_front)
+    options["captions"] = study.captions[:shown]
     maps = {name: [block[:shown] for block in subject.maps] for name, subject in models.items()}
     if alone:
         [(name, only)] = maps.items()

@@ -1,6 +1,5 @@
 """Whether tokens move through the blocks like Brownian particles."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -16,52 +15,46 @@ class _Property(NamedTuple):
 
     name: str
     statement: str
-    found: Callable[[BrownianTest], bool]
-    number: Callable[[BrownianTest], str]
-    finding: Callable[[BrownianTest], str]
+    found: bool
+    number: str
+    finding: str
 
 
-# A path counts as Brownian within these bounds; each is far outside what sampling of the tokens
-# could give.
-_PROPERTIES = (
-    _Property(
-        "brownian-growth",
-        "The squared distance of tokens from their start grows in proportion to depth, as for "
-        "Brownian motion.",
-        lambda test: 0.8 <= test.growth_exponent <= 1.2,
-        lambda test: f"depth^{test.growth_exponent:.2f}",
-        lambda test: (
-            f"‖X_l − X_0‖² grows like depth^{test.growth_exponent:.2f}; 1 is Brownian, 2 a "
-            "straight line."
+def _properties(test: BrownianTest) -> list[_Property]:
+    """Within bounds each of which is far outside what sampling of the tokens could give."""
+    exponent, cosine, drift = test.growth_exponent, test.mean_correlation, test.shared_drift
+    kurtosis = spread(test.excess_kurtosis)
+    return [
+        _Property(
+            "brownian-growth",
+            "The squared distance of tokens from their start grows in proportion to depth, as for "
+            "Brownian motion.",
+            0.8 <= exponent <= 1.2,
+            f"depth^{exponent:.2f}",
+            f"‖X_l − X_0‖² grows like depth^{exponent:.2f}; 1 is Brownian, 2 a straight line.",
         ),
-    ),
-    _Property(
-        "brownian-independent",
-        "The updates of different blocks are independent of each other.",
-        lambda test: abs(test.mean_correlation) < 0.1,
-        lambda test: f"mean cosine {test.mean_correlation:.3f}",
-        lambda test: f"Their mean cosine is {test.mean_correlation:.3f}.",
-    ),
-    _Property(
-        "brownian-normal",
-        "The updates are normally distributed.",
-        lambda test: np.abs(test.excess_kurtosis).max() < 0.5,
-        lambda test: f"excess kurtosis {spread(test.excess_kurtosis)}",
-        lambda test: (
-            f"Excess kurtosis of a component's update, by block: {spread(test.excess_kurtosis)}."
+        _Property(
+            "brownian-independent",
+            "The updates of different blocks are independent of each other.",
+            abs(cosine) < 0.1,
+            f"mean cosine {cosine:.3f}",
+            f"Their mean cosine is {cosine:.3f}.",
         ),
-    ),
-    _Property(
-        "brownian-centred",
-        "The updates have mean zero.",
-        lambda test: test.shared_drift < 0.1,
-        lambda test: f"shared {test.shared_drift:.1%}",
-        lambda test: (
-            f"{test.shared_drift:.1%} of their energy is one vector common to all tokens and "
-            "images."
+        _Property(
+            "brownian-normal",
+            "The updates are normally distributed.",
+            bool(np.abs(test.excess_kurtosis).max() < 0.5),
+            f"excess kurtosis {kurtosis}",
+            f"Excess kurtosis of a component's update, by block: {kurtosis}.",
         ),
-    ),
-)
+        _Property(
+            "brownian-centred",
+            "The updates have mean zero.",
+            drift < 0.1,
+            f"shared {drift:.1%}",
+            f"{drift:.1%} of their energy is one vector common to all tokens and images.",
+        ),
+    ]
 
 
 @register_claims("motion", BROWNIAN)
@@ -70,39 +63,39 @@ def judge(study: Study) -> Findings:
     tests = {"trained": brownian_test(study.subject.captured.path)}
     if study.untrained is not None:
         tests["untrained"] = brownian_test(study.untrained.captured.path)
-    claims = [_property_claim(tests, each) for each in _PROPERTIES]
-    return Findings([*claims, _whole_claim(tests)], [_motion_picture(tests)])
+    return Findings(_claims(tests), [_motion_picture(tests)])
 
 
-def _property_claim(tests: dict[str, BrownianTest], wanted: _Property) -> Claim:
-    trained, before = tests["trained"], tests.get("untrained")
-    finding, untrained = wanted.finding(trained), before is not None and wanted.found(before)
-    if before is not None:
-        finding += f" Before training: {wanted.finding(before)}"
-    return BROWNIAN.claim(
-        wanted.name,
-        "sections 2.4 and 3.2",
-        wanted.statement,
-        wanted.found(trained) or untrained and only_when("the network is untrained"),
-        wanted.number(trained),
-        finding,
-        "motion",
-    )
-
-
-def _whole_claim(tests: dict[str, BrownianTest]) -> Claim:
-    every = len(_PROPERTIES)
-    count = {name: sum(each.found(test) for each in _PROPERTIES) for name, test in tests.items()}
-    found = ", ".join(f"{number} of {every} properties {name}" for name, number in count.items())
-    return BROWNIAN.claim(
+def _claims(tests: dict[str, BrownianTest]) -> list[Claim]:
+    claims, every = [], {name: _properties(test) for name, test in tests.items()}
+    for number, trained in enumerate(every["trained"]):
+        finding, untrained = trained.finding, False
+        if "untrained" in every:
+            before = every["untrained"][number]
+            finding += f" Before training: {before.finding}"
+            untrained = before.found and only_when("the network is untrained")
+        claim = BROWNIAN.claim(
+            trained.name,
+            "sections 2.4 and 3.2",
+            trained.statement,
+            trained.found or untrained,
+            trained.number,
+            finding,
+            "motion",
+        )
+        claims.append(claim)
+    of, count = len(claims), {name: sum(each.found for each in p) for name, p in every.items()}
+    found = ", ".join(f"{number} of {of} properties {name}" for name, number in count.items())
+    whole = BROWNIAN.claim(
         "brownian",
         "abstract",
         "The update of the tokens is a Brownian motion.",
-        count["trained"] == every,
-        f"{count['trained']} of {every} properties",
+        count["trained"] == of,
+        f"{count['trained']} of {of} properties",
         f"Found: {found}; they are growth, independence, normality and mean zero.",
         "motion",
     )
+    return [*claims, whole]
 
 
 def _motion_picture(tests: dict[str, BrownianTest]) -> Picture:
@@ -118,9 +111,8 @@ def _motion_picture(tests: dict[str, BrownianTest]) -> Picture:
         distance.plot(depth, slope, color=_style.GREY, linestyle=style, linewidth=1, label=label)
     _style.octaves(distance, [2**power for power in range(int(np.log2(depth[-1])) + 1)])
     distance.set_yscale("log")
-    label = "mean ‖X_l − X_0‖² / d"
-    _style.dress(distance, xlabel="block", ylabel=label, title="distance from the start")
-    _style.legend(distance)
+    labels = {"ylabel": "mean ‖X_l − X_0‖² / d", "title": "distance from the start"}
+    _style.dress(distance, xlabel="block", **labels, legend_at="best")
     extent = (0.5, len(depth) + 0.5, len(depth) + 0.5, 0.5)
     correlation = trained.increment_correlation
     image = cosines.imshow(correlation, cmap="gray", vmin=-1, vmax=1, extent=extent)
@@ -129,9 +121,9 @@ def _motion_picture(tests: dict[str, BrownianTest]) -> Picture:
     kurtosis = {name: test.excess_kurtosis for name, test in tests.items()}
     _style.draw_lines(normality, depth, kurtosis)
     _style.whole_ticks(normality)
-    _style.dress(normality, xlabel="block", ylabel="excess kurtosis", title="normality of updates")
     normality.axhline(0, color=_style.GREY, linewidth=0.8)
-    _style.legend(normality)
+    labels = {"ylabel": "excess kurtosis", "title": "normality of updates"}
+    _style.dress(normality, xlabel="block", **labels, legend_at="best")
     data: dict[str, np.ndarray] = {"block": depth}
     for name, test in tests.items():
         data[f"displacement, {name}"] = test.displacement

@@ -31,16 +31,12 @@ def judge(study: Study) -> Findings:
 
 def _merge(effects: list[IdentityEffect]) -> IdentityEffect:
     """The effects of all blocks as one batch."""
-    fields = {
-        name: np.stack([getattr(effect, name) for effect in effects]) for name in vars(effects[0])
-    }
-    return IdentityEffect(**{**fields, "g": effects[0].g})
+    stacked = {name: np.stack([getattr(e, name) for e in effects]) for name in vars(effects[0])}
+    return IdentityEffect(**stacked | {"g": effects[0].g})
 
 
 def _share(condition: Any) -> str:
-    if condition.all():
-        return f"all {condition.size} maps"
-    return f"{condition.mean():.1%} of {condition.size} maps"
+    return f"{'all' if condition.all() else f'{condition.mean():.1%} of'} {condition.size} maps"
 
 
 def _assumption_claims(effect: IdentityEffect) -> list[Claim]:
@@ -179,11 +175,10 @@ def _ratio_picture(study: Study) -> Picture:
         "D(r) = f − r/N": {"A": merged.difference, "A + I": merged.difference_identity},
     }
     if study.baseline is not None:
-        other = _merge(study.baseline.effects)
-        for curves, values in zip(
-            panels.values(), (other.f, other.ratio, other.difference), strict=True
-        ):
-            curves[study.baseline.name] = values
+        other, name = _merge(study.baseline.effects), study.baseline.name
+        others = other.f, other.ratio, other.difference
+        for curves, values in zip(panels.values(), others, strict=True):
+            curves[name] = values
     labels = dict.fromkeys(label for curves in panels.values() for label in curves)
     lines = dict(zip(labels, _style.LINES, strict=False))
     figure, axes = _style.new_figure(9.6, 3.2, 1, 3)
@@ -213,25 +208,25 @@ def _ratio_picture(study: Study) -> Picture:
 
 def _rank_picture(effects: list[IdentityEffect]) -> Picture:
     figure, axes = _style.new_figure(8.4, 3.3, 1, 2)
+    of = lambda name: [getattr(effect, name) for effect in effects]
     ranks = {
-        "rank at 0.9, A": [effect.rank for effect in effects],
-        "rank at 0.9, A + I": [effect.rank_identity for effect in effects],
-        "effective rank, A": [effect.effective_rank for effect in effects],
-        "effective rank, A + I": [effect.effective_rank_identity for effect in effects],
+        "rank at 0.9, A": of("rank"),
+        "rank at 0.9, A + I": of("rank_identity"),
+        "effective rank, A": of("effective_rank"),
+        "effective rank, A + I": of("effective_rank_identity"),
     }
     tests = {
-        "asymmetry ‖A − Aᵀ‖ / ‖A‖": [effect.asymmetry for effect in effects],
-        "deviation max |σ̃ − σ − 1|": [effect.deviation for effect in effects],
-        "−lowest eigenvalue of (A + Aᵀ)/2": [-effect.lowest_eigenvalue for effect in effects],
+        "asymmetry ‖A − Aᵀ‖ / ‖A‖": of("asymmetry"),
+        "deviation max |σ̃ − σ − 1|": of("deviation"),
+        "−lowest eigenvalue of (A + Aᵀ)/2": [-value for value in of("lowest_eigenvalue")],
     }
     data: dict[str, np.ndarray] = {}
     for axis, group in zip(axes[0], (ranks, tests), strict=True):
         data |= _style.by_block(axis, group)
         axis.set_ylim(min(0.0, axis.get_ylim()[0]), 1.4 * axis.get_ylim()[1])  # room for the legend
-        _style.legend(axis, loc="upper left")
-    _style.dress(axes[0, 0], xlabel="block", ylabel="rank", title="ranks")
-    title = "what the proof assumes, and its error"
-    _style.dress(axes[0, 1], xlabel="block", ylabel="size", title=title)
+    titles = {"rank": "ranks", "size": "what the proof assumes, and its error"}
+    for axis, (label, title) in zip(axes[0], titles.items(), strict=True):
+        _style.dress(axis, xlabel="block", ylabel=label, title=title, legend_at="upper left")
     return Picture(
         "ranks",
         figure,

@@ -87,18 +87,16 @@ def _saturation_picture(norms: GradientNorms, entropies: dict[str, np.ndarray]) 
     gradients.set_xscale("log", base=2)
     gradients.set_yscale("log")
     gradients.set_ylim(1e-4, 3e3)
-    label = "norm of query and key (√d)"
-    _style.dress(gradients, xlabel=label, ylabel="gradient norm", title="gradients")
-    _style.legend(gradients, loc="lower left")
+    labels = {"xlabel": "norm of query and key (√d)", "ylabel": "gradient norm"}
+    _style.dress(gradients, **labels, title="gradients", legend_at="lower left")
     _style.draw_lines(softmax, _HEAD_DIMS, entropies)
     softmax.axhline(np.log(_KEYS), color=_style.GREY, linewidth=0.8, linestyle=":")
     _style.octaves(softmax, _HEAD_DIMS)
     softmax.set_ylim(0)
+    labels = {"xlabel": "head width d", "ylabel": "entropy (nats)"}
     title = f"softmax over {_KEYS} keys"
-    _style.dress(softmax, xlabel="head width d", ylabel="entropy (nats)", title=title)
-    _style.legend(softmax, loc="lower left")
-    data = {name: getattr(norms, name) for name in vars(norms)}
-    data |= {"head_dim": np.array(_HEAD_DIMS)}
+    _style.dress(softmax, **labels, title=title, legend_at="lower left")
+    data = vars(norms) | {"head_dim": np.array(_HEAD_DIMS)}
     data |= {f"entropy {name}": values for name, values in entropies.items()}
     return Picture(
         "saturation",

@@ -52,12 +52,8 @@ def judge(study: Study) -> Findings:
 
 
 def _variance_claim(score: str, formula: str, estimates: _Estimates) -> Claim:
-    off = max(
-        abs(estimate.variance - predicted_variance(score, estimate.head_dim))
-        / estimate.standard_error
-        for estimate in estimates[score]
-    )
-    largest = estimates[score][-1]
+    formula_of, largest = functools.partial(predicted_variance, score), estimates[score][-1]
+    off = max(abs(e.variance - formula_of(e.head_dim)) / e.standard_error for e in estimates[score])
     return ADDER.claim(
         f"theorem-1-{score}",
         "Theorem 1",
@@ -66,7 +62,7 @@ def _variance_claim(score: str, formula: str, estimates: _Estimates) -> Claim:
         f"{largest.variance / largest.head_dim:.3f} d",
         f"Sampled at d = {_HEAD_DIMS[0]} … {_HEAD_DIMS[-1]}: within {off:.1f} standard errors; at "
         f"d = {largest.head_dim} {largest.variance:.1f} against "
-        f"{predicted_variance(score, largest.head_dim):.1f}.",
+        f"{formula_of(largest.head_dim):.1f}.",
         "theorem-1",
     )
 
@@ -102,15 +98,15 @@ def _live_claim(study: Study, live: list[LiveVariance]) -> Claim:
     ratios = [entry.measured / entry.predicted for entry in live]
     rescaled = [entry.measured / entry.rescaled for entry in live]
     near = lambda values: all(abs(value - 1) < TOLERANCE for value in values)
+    of = lambda name: spread([getattr(entry, name) for entry in live])
     condition = near(rescaled) and only_when("the variance of the components is put in")
     return claim(
         near(ratios) or condition,
         f"{spread(ratios)} × predicted",
         f"Measured over predicted variance by block: {spread(ratios)}; with the measured component "
-        f"variances put in {spread(rescaled)}. Root mean square of q: "
-        f"{spread([entry.query_rms for entry in live])}, correlation of a token's q with its k: "
-        f"{spread([entry.component_correlation for entry in live])}, excess kurtosis: "
-        f"{spread([entry.excess_kurtosis for entry in live])}.",
+        f"variances put in {spread(rescaled)}. Root mean square of q: {of('query_rms')}, "
+        f"correlation of a token's q with its k: {of('component_correlation')}, excess kurtosis: "
+        f"{of('excess_kurtosis')}.",
         "theorem-1",
     )
 
@@ -119,6 +115,16 @@ def _theorem_picture(estimates: _Estimates, live: dict[int, LiveVariance]) -> Pi
     figure, axes = _style.new_figure(9.0, 3.9, 1, 2)
     _draw_raw_variance(axes[0, 0], estimates, list(live.values()))
     _draw_scaled_variance(axes[0, 1], estimates)
+    rows = [
+        (score, "sampled", *vars(each).values(), predicted_variance(score, each.head_dim))
+        for score, sampled in estimates.items()
+        for each in sampled
+    ]
+    rows += [
+        ("model", f"block {index + 1}", entry.head_dim, entry.measured, np.nan, entry.predicted)
+        for index, entry in live.items()
+    ]
+    names = ("score", "source", "head_dim", "variance", "standard_error", "predicted")
     return Picture(
         "theorem-1",
         figure,
@@ -127,7 +133,7 @@ def _theorem_picture(estimates: _Estimates, live: dict[int, LiveVariance]) -> Pi
         "Right, after scaling: constant at every width, and 1 for the adder score only with the "
         "variance-matched scale.",
         "Variance of raw and of scaled scores against head width for dot product and L1 distance.",
-        _theorem_data(estimates, live),
+        dict(zip(names, zip(*rows, strict=True), strict=True)),
     )
 
 
@@ -146,8 +152,8 @@ def _draw_raw_variance(axis, estimates: _Estimates, live: list[LiveVariance]) ->
         axis.plot(dims, measured, **crosses, label="this model, one × a block")
     _style.octaves(axis, _HEAD_DIMS)
     axis.set_yscale("log")
-    _style.dress(axis, xlabel="head width d", ylabel="variance", title="raw scores")
-    _style.legend(axis)
+    labels = {"xlabel": "head width d", "ylabel": "variance"}
+    _style.dress(axis, **labels, title="raw scores", legend_at="best")
 
 
 def _draw_scaled_variance(axis, estimates: _Estimates) -> None:
@@ -164,19 +170,5 @@ def _draw_scaled_variance(axis, estimates: _Estimates) -> None:
         axis.axhline(level, color=_style.GREY, linewidth=0.8, linestyle=":")
     _style.octaves(axis, _HEAD_DIMS)
     axis.set_ylim(0, 1.6)
-    _style.dress(axis, xlabel="head width d", ylabel="variance", title="scaled scores")
-    _style.legend(axis)
-
-
-def _theorem_data(estimates: _Estimates, live: dict[int, LiveVariance]) -> dict[str, list]:
-    names = ("score", "source", "head_dim", "variance", "standard_error", "predicted")
-    rows = [
-        (score, "sampled", *vars(each).values(), predicted_variance(score, each.head_dim))
-        for score, sampled in estimates.items()
-        for each in sampled
-    ]
-    rows += [
-        ("model", f"block {index + 1}", entry.head_dim, entry.measured, np.nan, entry.predicted)
-        for index, entry in live.items()
-    ]
-    return dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+    labels = {"xlabel": "head width d", "ylabel": "variance"}
+    _style.dress(axis, **labels, title="scaled scores", legend_at="best")

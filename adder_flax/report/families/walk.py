@@ -89,9 +89,7 @@ def _middle_walk(subject: Subject) -> tuple[int, np.ndarray]:
 
 
 def _steps_picture(study: Study) -> Picture:
-    """The walk from the class token, or where there is none from the first patch, after 1, 2, 4, 8
-    steps, and its stationary distribution.
-    """
+    """From the class token, or where there is none from the first patch."""
     first, with_class = study.subject.prefix_tokens, study.subject.in_front["class_token"]
     index, walk = _middle_walk(study.subject)
     start = 0 if with_class else first
@@ -113,23 +111,20 @@ def _steps_picture(study: Study) -> Picture:
 
 
 def _diffusion_picture(study: Study) -> Picture:
-    first = study.subject.prefix_tokens
-    index, walk = _middle_walk(study.subject)
-    count = len(_STEPS) + 1
+    first, (index, walk) = study.subject.prefix_tokens, _middle_walk(study.subject)
     widths = [1.5] + [1] * len(_STEPS)
-    figure, axes = _style.new_figure(1.9 * count + 0.6, 2.5, 1, count, width_ratios=widths)
+    size = 1.9 * len(widths) + 0.6, 2.5
+    figure, axes = _style.new_figure(*size, 1, len(widths), width_ratios=widths)
     plane = diffusion_map(walk, steps=1, dims=2)[first:]
     _draw_plane(axes[0, 0], plane)
     rows, columns = study.grid
-    reference = (rows // 2) * columns + columns // 2
-    distances = []
+    x, y, distances = columns // 2, rows // 2, []
     for axis, steps in zip(axes[0, 1:], _STEPS, strict=True):
         coordinates = diffusion_map(walk, steps=steps, dims=len(walk) - 1)[first:]
-        distance = np.linalg.norm(coordinates - coordinates[reference], axis=-1)
+        distance = np.linalg.norm(coordinates - coordinates[y * columns + x], axis=-1)
         distances.append(distance)
         axis.imshow(distance.reshape(study.grid), cmap=_style.HEAT, vmin=0)
-        place = reference % columns, reference // columns
-        axis.plot(*place, marker="+", color="white", markersize=9)
+        axis.plot(x, y, marker="+", color="white", markersize=9)
         _style.bare(axis, title=f"distance, k = {steps}", note=f"up to {distance.max():.2g}")
     return Picture(
         "diffusion",
