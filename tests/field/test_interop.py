@@ -653,7 +653,7 @@ def test_features_of_blocks_are_timms(kind, tmp_path):
     model = make(**REGISTERS[kind][1])
     load(model, tmp_path / "w")
     for x, expected in zip(
-        model.features(TALL, blocks=(-2, 1), as_grid=True), FEATURES[kind], strict=True
+        model.features(TALL, blocks=(1, -2), as_grid=True), FEATURES[kind][::-1], strict=True
     ):
         assert x.shape == (1, 6, 2, 16)
         np.testing.assert_allclose(x[0, 4, 1, :3], expected, atol=2e-5)
