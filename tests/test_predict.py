@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -84,6 +85,25 @@ def test_lines_for_people_and_programs():
     assert json.loads(taken.as_json())["classes"][1] == {"name": "dog", "probability": 0.25}
     unread = Prediction(Path("x"), problem="no image").as_json()
     assert json.loads(unread) == {"file": "x", "problem": "no image"}
+
+
+def test_a_checkpoint_predicts_by_its_averaged_weights(run, tmp_path):
+    config = run.config.copy_and_resolve_references()
+    config.ema_decay = 0.5
+    averaging = build_run(config)
+    state = averaging.init()
+    state["ema_params"] = jax.tree.map(lambda leaf: 3 * leaf, state["params"])
+    place = training.open_workdir(tmp_path / "run", config) / "checkpoints"
+    with training.Checkpoints(place, of=training.fingerprint(config)) as checkpoints:
+        checkpoints.save(1, state)
+    (tmp_path / "images").mkdir()
+    write_digits(tmp_path / "images", run.eval_source.first(1)["image"])
+    modes.predict(
+        config, tmp_path / "run", "last", str(tmp_path / "images"), str(tmp_path / "lines"), None
+    )
+    model = averaging.model(state["ema_params"])
+    [(expected, _)] = Predictor(run.task, model, run.eval_source)(files_of(tmp_path / "images"))
+    assert json.loads((tmp_path / "lines").read_text()) == json.loads(expected.as_json())
 
 
 def test_the_mode_writes_lines_and_pictures_and_counts_what_it_cannot_read(run, tmp_path, capsys):

@@ -119,6 +119,9 @@ def test_dropout_takes_its_key_at_the_call():
     first, second = jax.random.split(jax.random.key(0))
     np.testing.assert_array_equal(call(first), call(first))
     assert not np.allclose(call(first), call(second))
+    alike = jnp.repeat(tokens()[:1], 2, axis=0)  # samples that are the same drop other weights
+    dropped = module(alike, deterministic=False, rngs=nnx.Rngs(dropout=first))
+    assert not np.allclose(dropped[0], dropped[1])
     with pytest.raises(ValueError, match="expects a dropout_rng"):
         module(tokens(), deterministic=False)
 

@@ -23,7 +23,7 @@ def two_arms(folder, **fields):
 
 
 def fill(comparison, score):
-    """Finishes every cell without running it: ``score(cell)`` is its accuracy."""
+    """Finishes every cell unrun: ``score(cell)`` is its accuracy or, if it diverged, NaN."""
     arms = comparison.plan.arms.values()
     while cells := [cell for arm in arms for cell in comparison.open_cells(arm)]:
         for cell in cells:
@@ -34,7 +34,7 @@ FACTS = ["parameters", "multiplications", "additions", "joules", "step_operation
 
 
 def _record(cell, accuracy):
-    scores = {"accuracy": accuracy, "loss": 1 - accuracy}
+    scores = {} if math.isnan(accuracy) else {"accuracy": accuracy, "loss": 1 - accuracy}
     return Record(
         cell.arm.name,
         dict(cell.arm.levels),
@@ -43,10 +43,10 @@ def _record(cell, accuracy):
         dict(cell.values),
         json.loads(cell.config.to_json()),
         steps=8,
-        diverged=None,
+        diverged=None if scores else "a loss that is not finite",
         validation=scores,
         test=scores if cell.phase == "final" else {},
-        curve={"step": [8], "accuracy": [accuracy]},
+        curve={"step": [8], "accuracy": [accuracy]} if scores else {"step": []},
         facts=dict.fromkeys(FACTS, 1.0),
         seconds={"step": 0.1, "run": 1.0},
         machine={"processor": "none", "cores": 1, "device": "1 × none"},
@@ -91,6 +91,19 @@ def test_an_arm_that_lacks_the_better_half_of_the_grid_is_best_at_the_edge(exten
     if extensions:
         additive = next(row for row in rows_of(comparison) if row.arm.name == "additive")
         assert 1.5e-2 < additive.tuning.best[RATE] < 6e-2
+
+
+def test_a_trial_of_which_one_seed_diverges_is_behind_those_of_which_none_does(tmp_path):
+    search = {"optimizer": {"learning_rate": ("log", 1e-3, 1e-2)}}
+    fields = dict(factors=ARMS, baseline={"arm": "dot"}, search=search, trials=4, extensions=0)
+    comparison = Comparison(make_config(**fields, seeds=1, tuning_seeds=2), tmp_path)
+    [arm, _] = comparison.plan.arms.values()
+    *_, second, largest = sorted(point[RATE] for point in comparison.tuning(arm).points)
+    diverges = lambda cell: (
+        cell.values[RATE] == largest and cell.seed == max(comparison.plan.tuning_seeds)
+    )
+    fill(comparison, lambda cell: math.nan if diverges(cell) else 100 * cell.values[RATE])
+    assert comparison.tuning(arm).best[RATE] == second
 
 
 def test_the_median_run_of_the_baseline_reaches_its_own_target(tmp_path):

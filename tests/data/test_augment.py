@@ -469,6 +469,13 @@ def test_statistics_of_a_set_without_any_are_those_of_its_images():
     assert channel_statistics(constant) == ((0.0,) * 3, (1.0,) * 3)
 
 
+def test_grey_photographs_have_the_mean_of_imagenet_s_channels(image_folder):
+    source = load_source("folder", "train", data_dir=str(image_folder), image_size=16)
+    assert channel_statistics(source) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    source.image_shape = (16, 16, 1)
+    np.testing.assert_allclose(channel_statistics(source), [[0.449], [0.226]])
+
+
 def test_a_source_that_crops_itself_is_not_cropped_again(image_folder):
     source = load_source("folder", "train", data_dir=str(image_folder), image_size=16)
     settings = dataclasses.replace(ClassificationSettings(), crop_padding=4)

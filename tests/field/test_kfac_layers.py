@@ -232,6 +232,7 @@ def test_a_use_that_is_not_captured_takes_the_other_with_it():
 
 
 def recurrent(cell):
+    cell = cell(3, 3, **F64, rngs=nnx.Rngs(0))
     graphdef, state, rest = nnx.split(nnx.RNN(cell, rngs=nnx.Rngs(2)), nnx.Param, ...)
     rest = nnx.as_pure(rest)
 
@@ -291,10 +292,24 @@ def test_a_call_through_super_counts_once(framework, linen_layer, nnx_layer):
     assert max(max(row.capture_error, row.product_error) for row in report.rows) < 1e-12
 
 
+def recurrent_linen(cell):
+    network = nn.RNN(cell(3, **F64))
+    loss_fn = lambda params, x, labels: cross_entropy(network.apply(params, x)[:, -1], labels)
+    return loss_fn, network.init(jax.random.key(0), normal(5, 4, 2, 3))
+
+
 # google-deepmind/kfac-jax#188
-@pytest.mark.parametrize("cell", [nnx.GRUCell, nnx.OptimizedLSTMCell])
-def test_recurrent_cells(cell):
-    loss_fn, params = recurrent(cell(3, 3, **F64, rngs=nnx.Rngs(0)))
+@pytest.mark.parametrize(
+    ("make", "cell"),
+    [
+        (recurrent, nnx.GRUCell),
+        (recurrent, nnx.OptimizedLSTMCell),
+        (recurrent_linen, nn.GRUCell),
+        (recurrent_linen, nn.LSTMCell),
+    ],
+)
+def test_recurrent_cells(make, cell):
+    loss_fn, params = make(cell)
     x = normal(5, 4, 2, 3)
     layers = check_exact_blocks(loss_fn, params, x, LABELS, grad_rtol=1e-12)
     assert layers.coverage == 1.0

@@ -269,6 +269,27 @@ def test_batch_norm_is_trained_and_evaluated_as_its_formula(images):
     )
 
 
+def test_schedule_free_weights_are_evaluated_with_the_statistics_of_training(images):
+    """The average x of Defazio et al., 2024, beside what BatchNorm saw of y, which is trained."""
+    _, step, state = make(optax.contrib.schedule_free(optax.sgd(0.5), 0.5, b1=0.8))
+    x = z = y = jax.tree.map(lambda p: np.asarray(p, np.float64), state["params"])
+    mean, variance = np.zeros(5), np.ones(5)
+    for i in range(3):
+        batch = {"image": np.roll(images["image"], i, axis=1), "label": images["label"]}
+        state, _ = step(state, batch)
+        moved, new_mean, new_variance = numpy_step(y, batch, 0.5)
+        z = jax.tree.map(lambda z, m, y: z + m - y, z, moved, y)
+        x = jax.tree.map(lambda x, z, i=i: x + (z - x) / (i + 1), x, z)
+        y = jax.tree.map(lambda x, z: 0.8 * x + 0.2 * z, x, z)
+        mean, variance = 0.8 * mean + 0.2 * new_mean, 0.8 * variance + 0.2 * new_variance
+    expected = joined(x, {"norm": {"mean": mean, "var": variance}})
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        evaluation_params(state),
+        expected,
+    )
+
+
 def test_statistics_of_parts_follow_one_another(images):
     """As in PyTorch, each part moves the running statistics once."""
     _, step, state = make(optax.sgd(0.0), accumulation_steps=2)

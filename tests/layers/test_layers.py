@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kfac
-from adder_flax import layers, linen
+from adder_flax import layers, linen, ops
 from adder_flax.parameters import Facts, parameter_facts
 from tests.kfac.conftest import x64  # noqa: F401
 from tests.modules import parameters, randomised, run
@@ -149,6 +149,16 @@ def test_adder_linear_normalises_before_it_rounds():
     # of about 15.
     np.testing.assert_allclose(np.asarray(out, np.float32), truth, rtol=2**-8, atol=2**-8)
     assert run(raw, x).dtype == jnp.float32
+
+
+def test_adder_linear_is_exact_far_from_its_prototypes():
+    """Where the sums' mean is thousands of their deviations, E[y²] - E[y]² would be rounding."""
+    module = randomised(lambda: layers.AdderLinear(64, 32, rngs=nnx.Rngs(0)))
+    p, x = parameters(module), 300 + rows(5, 64).astype(np.float64)
+    with ops.use_backend("xla"):
+        found = run(module, x.astype(np.float32))
+    expected = layer_norm(adder(x, p["kernel"].astype(np.float64)), p["norm"])
+    np.testing.assert_allclose(found, expected, atol=5e-3)
 
 
 def test_mlp_equals_the_formula():
@@ -323,6 +333,16 @@ def test_layer_scale_begins_small_is_not_decayed_and_has_curvature():
         report = kfac.verify(loss, nnx.to_pure_dict(state), jnp.asarray(rows(3, 5, 8), jnp.float64))
     assert report.layers.coverage == 1.0
     assert max(max(row.capture_error, row.product_error) for row in report.rows) < 1e-10
+
+
+def test_each_branch_of_a_block_has_factors_of_its_own():
+    block = randomised(lambda: layers.Block(8, 2, drop_path_rate=0.5, rngs=nnx.Rngs(0)))
+    x, factors = rows(2, 5, 8), jnp.array([[2.0, 0.0], [0.0, 3.0]])
+    random = dict(deterministic=False, rngs=nnx.Rngs(dropout=0))
+    found = block(x, drop_path_factors=factors, **random)
+    attended, transformed = block.attention(block.norm1(x)), block.mlp(block.norm2(x))
+    np.testing.assert_allclose(found[0], x[0] + 2 * attended[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found[1], x[1] + 3 * transformed[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -246,6 +246,13 @@ def test_randomness_comes_from_the_dropout_stream():
     assert not np.allclose(run(jax.random.key(1)), run(jax.random.key(2)))
 
 
+def test_samples_that_are_the_same_drop_other_weights():
+    attend, x = linen.MultiHeadAttention(2, dropout_rate=0.5), jnp.repeat(rows(1, 5, 8), 2, axis=0)
+    variables = attend.init(jax.random.key(0), x)
+    dropped = attend.apply(variables, x, deterministic=False, rngs={"dropout": jax.random.key(1)})
+    assert not np.allclose(dropped[0], dropped[1])
+
+
 def test_drop_path_drops_whole_samples():
     out = linen.DropPath(0.5).apply(
         {}, jnp.ones((200, 3)), deterministic=False, rngs={"dropout": jax.random.key(0)}

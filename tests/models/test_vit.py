@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adder_flax import attention, models
+from adder_flax import attention, layers, models
+from adder_flax.settings import VitSettings
 from tests.modules import randomised, run
 
 TINY = dict(image_size=4, patch_size=2, channels=1, num_classes=3)
@@ -93,6 +94,16 @@ def test_loop_and_recomputation_change_nothing():
     expected = loss_and_gradients(make(**options))(0)
     for way in (dict(scan_blocks=True), dict(remat=True), BOTH):
         jax.tree.map(close, loss_and_gradients(make(**options, **way))(0), expected)
+
+
+def test_every_layer_takes_the_rates_of_another_run():
+    model = make(dropout_rate=0.1, attention_dropout_rate=0.1, drop_path_rate=0.1)
+    others = dict(dropout_rate=0.3, attention_dropout_rate=0.4, drop_path_rate=0.6)
+    model.set_data(VitSettings(**others))
+    of_kind = lambda kind: [layer for _, layer in nnx.iter_modules(model) if type(layer) is kind]
+    assert [layer.rate for layer in of_kind(layers.Dropout)] == [0.3] * (1 + 2 * len(model.blocks))
+    assert [block.attention.dropout_rate for block in model.blocks] == [0.4] * 3
+    np.testing.assert_allclose(sorted(x.rate for x in of_kind(layers.DropPath)), [0.0, 0.3, 0.6])
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def test_forward_mode_and_second_derivatives_are_those_of_the_declared_rules(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_second_derivatives_of_additive_scores_are_true_ones(backend):
+def test_tangents_and_second_derivatives_of_additive_scores_are_true_ones(backend):
     query, key, v = _normal((2, 4, 3), (2, 5, 3), (3,))
 
     def sums(score):
@@ -98,6 +98,7 @@ def test_second_derivatives_of_additive_scores_are_true_ones(backend):
             lambda *arrays: (
                 jax.hessian(loss, 1)(*arrays),
                 jax.jacrev(jax.grad(loss, 0), 2)(*arrays),
+                jax.jvp(score, arrays, arrays)[1],
             )
         )
 

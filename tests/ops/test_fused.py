@@ -139,6 +139,15 @@ def test_dropout_keeps_the_mean_and_is_the_same_in_the_backward_pass():
         np.testing.assert_allclose((d_query * step).sum(), (g * change).sum() / 2, rtol=1e-5)
 
 
+def test_each_block_of_keys_has_a_mask_of_its_own():
+    queries = jnp.zeros((6, 3))
+    keys, values = jnp.zeros((16, 3)), jnp.eye(16)  # so that weights are what comes out
+    options = dict(dropout_rate=0.4, dropout_key=jax.random.key(0), key_block=8)
+    weights = np.asarray(ops.fused_attention(ops.l1_scores, queries, keys, values, **options))
+    np.testing.assert_allclose(weights[weights > 0], 1 / 16 / 0.6, rtol=1e-5)
+    assert 0.2 < ((weights[:, :8] > 0) != (weights[:, 8:] > 0)).mean() < 0.8
+
+
 def test_bfloat16_is_summed_in_float32():
     query, key, value = (jnp.asarray(a, jnp.bfloat16) for a in normal((40, 16), (40, 16), (40, 8)))
     output = ops.fused_attention(ops.l1_scores, query, key, value, scale=0.25, key_block=16)
