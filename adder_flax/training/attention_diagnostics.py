@@ -75,13 +75,25 @@ def make_attention_diagnostics(
 
 
 def _gradient_norms(gradient: dict[str, Any], blocks: _Blocks) -> Metrics:
-    groups: dict[str, list[Array]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
-        name = tree_path(path).replace("/", ".")
-        block, branch = _place(name, blocks)
-        group = f"{block}.{branch}" if branch else name.split(".")[0]
-        groups.setdefault(f"gradient_norm/{group}", []).append(leaf)
-    return {name: optax.tree.norm(leaves) for name, leaves in groups.items()}
+    leaves = {
+        tree_path(path).replace("/", "."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(gradient)
+    }
+    groups = {
+        f"block_{number:02}.{branch}": [
+            name for part in parts for name in leaves if _is_inside(name, f"{block}.{part}")
+        ]
+        for number, (block, branches) in enumerate(blocks, 1)
+        for branch, parts in branches
+    }
+    in_branches = {name for group in groups.values() for name in group}
+    for name in leaves:
+        if name not in in_branches:
+            groups.setdefault(name.split(".")[0], []).append(name)
+    return {
+        f"gradient_norm/{place}": optax.tree.norm([leaves[name] for name in group])
+        for place, group in groups.items()
+    }
 
 
 def _forward_numbers(records: Sequence[Record], blocks: _Blocks) -> Metrics:
@@ -103,11 +115,16 @@ def _forward_numbers(records: Sequence[Record], blocks: _Blocks) -> Metrics:
 
 def _place(path: str, blocks: _Blocks) -> tuple[str, str | None]:
     """The names of the block and the branch that a module is inside of, or its own path."""
-    inside = lambda module: f"{path}.".startswith(f"{module}.")
     for number, (block, branches) in enumerate(blocks, 1):
-        if inside(block):
+        if _is_inside(path, block):
             within = (
-                name for name, parts in branches if any(inside(f"{block}.{part}") for part in parts)
+                name
+                for name, parts in branches
+                if any(_is_inside(path, f"{block}.{part}") for part in parts)
             )
             return f"block_{number:02}", next(within, None)
     return path, None
+
+
+def _is_inside(path: str, module: str) -> bool:
+    return f"{path}.".startswith(f"{module}.")
