@@ -120,7 +120,7 @@ class VisionTransformer(nnx.Module):
         self.scan_blocks = scan_blocks
         shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
-        stem: dict[str, Any] = shared | dict(stem_channels=settings.stem_channels)
+        stem: dict[str, Any] = {**shared, "stem_channels": settings.stem_channels}
         stem["stem_linear"] = linear_class(settings.stem_linear, settings.adder_options)
         stem["stem_strides"] = settings.stem_strides
         self.patch_embed = PatchEmbed(settings.patch_size, channels, width, **stem)
