@@ -55,7 +55,7 @@ class Registry(Generic[Entry]):
         something else of this name is a ValueError. ``origin`` tells the same thing from another
         one; by default it is the module and name of its definition.
         """
-        named = entry if hasattr(entry, "__qualname__") else type(entry)
+        named: Any = entry if hasattr(entry, "__qualname__") else type(entry)
         self._note(name, entry, origin or (named.__module__, named.__qualname__))
         return entry
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from typing import Any
 
 import numpy as np
 
@@ -51,7 +52,8 @@ def part_of(source: Source, percents: tuple[int, int]) -> Source:
             return source.read(rows[indices], *options)
 
         def file_names(self):
-            return [names[row] for names in [source.file_names()] for row in rows]
+            whole: Any = source  # of images
+            return [names[row] for names in [whole.file_names()] for row in rows]
 
     part = copy.copy(source)
     part.__class__ = Part

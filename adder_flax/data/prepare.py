@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from adder_flax.data._folder import Collection, FileRecords, image_folder
+from adder_flax.data._folder import Collection, image_folder
 from adder_flax.data._registry import SETS
 from adder_flax.data._source import DataError
 from adder_flax.data._tfds import NAME, base_name, reason, sets_folder
@@ -272,7 +272,7 @@ class FolderBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         records = self._folder.records
         return {split: self._generate_examples(records(split)) for split in self._folder.splits}
 
-    def _generate_examples(self, records: FileRecords) -> Iterator:
+    def _generate_examples(self, records: Any) -> Iterator:
         for index, path in enumerate(records.file_names()):
             encoded, label = records[index]
             file = printable(pathlib.Path(path).relative_to(self._folder.root), limit=4096)

@@ -9,7 +9,7 @@ project writes the same facts into the header of its own.
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from adder_flax.interop._safetensors import Weights, read_json
@@ -183,7 +183,7 @@ def _own(fields: Any) -> Network:
             f"expected {', '.join(_WORDS)} in the entry {METADATA}, got "
             f"{printable(fields, limit=80)}; get or save the file again"
         )
-    read = lambda fact: (
+    read: Callable[[str], Any] = lambda fact: (
         _grid(fields[fact]) if fact == "grid" else _as(kinds.get(fact, "a name"), fields[fact])
     )
     return Network(**{fact: read(fact) for fact in _WORDS if fact in fields})

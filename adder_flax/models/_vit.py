@@ -120,7 +120,7 @@ class VisionTransformer(nnx.Module):
         self.scan_blocks = scan_blocks
         shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
-        stem = shared | dict(stem_channels=settings.stem_channels)
+        stem: dict[str, Any] = {**shared, "stem_channels": settings.stem_channels}
         stem["stem_linear"] = linear_class(settings.stem_linear, settings.adder_options)
         stem["stem_strides"] = settings.stem_strides
         self.patch_embed = PatchEmbed(settings.patch_size, channels, width, **stem)
@@ -334,7 +334,8 @@ def embed_positions(
     positions = params["pos_embed"]
     if grid is not None and patches.ndim == 4:
         first = sum(token.shape[1] for token in front)
-        resized = resize_grid(jnp.asarray(positions[:, first:]), grid, patches.shape[1:3])
+        new = (patches.shape[1], patches.shape[2])
+        resized = resize_grid(jnp.asarray(positions[:, first:]), grid, new)
         positions = jnp.concatenate([positions[:, :first], resized], axis=1)
         patches = patches.reshape(len(patches), -1, patches.shape[-1])
     front = [jnp.broadcast_to(token, (patches.shape[0], *token.shape[1:])) for token in front]
