@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adder_flax import data, interop
+from adder_flax import data, interop, training
 from adder_flax.app import modes
 from adder_flax.predict import Prediction, Predictor, files_of
 from adder_flax.training import RunError, build_run

@@ -186,7 +186,8 @@ def _own(fields: Any) -> Network:
     read: Callable[[str], Any] = lambda fact: (
         _grid(fields[fact]) if fact == "grid" else _as(kinds.get(fact, "a name"), fields[fact])
     )
-    return Network(**{fact: read(fact) for fact in _WORDS if fact in fields})
+    facts: dict[str, Any] = {fact: read(fact) for fact in _WORDS if fact in fields}
+    return Network(**facts)
 
 
 def _grid(value: Any) -> Grid:

@@ -245,7 +245,7 @@ def report_adder(
     clips.
     """
     slope = hardtanh_slope if "hardtanh" in (x_gradient, w_gradient) else None
-    named = dict(zip(("rows", "kernel", "sums"), arrays, strict=True))
+    named: Any = dict(zip(("rows", "kernel", "sums"), arrays, strict=True))
     recorder.report("adder", named, hardtanh_slope=slope)
 
 

@@ -242,7 +242,10 @@ def register_backend(name: str, backend: type[Backend] | str) -> None:
             f"expected the name of a backend, got {AUTO!r}, which means the best one; choose "
             "another name"
         )
-    (_BACKENDS.register_lazily if isinstance(backend, str) else _BACKENDS.register)(name, backend)
+    if isinstance(backend, str):
+        _BACKENDS.register_lazily(name, backend)
+    else:
+        _BACKENDS.register(name, backend)
     _reasons.pop(name, None)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
+import jaxlib.version
 import numpy as np
 
 from adder_flax import own_cache
@@ -189,7 +189,14 @@ def _target() -> str:
 def _fingerprint(compiler: str) -> str:
     """Hashes all that the library depends on: source, headers, flags, compiler, processor."""
     version = _run(compiler, "--version")
-    facts = [*_FLAGS, _target(), compiler, version, jaxlib.__version__, own_cache.processor()]
+    facts = [
+        *_FLAGS,
+        _target(),
+        compiler,
+        version,
+        jaxlib.version.__version__,
+        own_cache.processor(),
+    ]
     return hashlib.sha256("\0".join([*facts, _SOURCE.read_text()]).encode()).hexdigest()[:32]
 
 

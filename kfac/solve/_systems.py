@@ -78,7 +78,7 @@ class System:
 
         def one(state: Any, g: Any, v: Lane) -> Lane:
             if self.form == "kron":
-                return blocks.kron_product(self.program, *state, v, self.weights)
+                return blocks.kron_product(self.program, state[0], state[1], v, self.weights)
             return blocks.exact_product(self.program, state, g, v)
 
         return mean_over(self.axis_name, jax.vmap(one)(self.state, self.g, self._own(v)))
@@ -87,7 +87,7 @@ class System:
         """F v of every lane, for packed v."""
         if self.form == "factors":
             one = functools.partial(blocks.factor_product, self.program[0])
-            return jax.vmap(one)(self.params, *self.state, v)
+            return jax.vmap(one)(self.params, self.state[0], self.state[1], v)
         return self.pack(self.product(self.unpack(v)))
 
     def precondition(self, r: PyTree[Array]) -> PyTree[Array]:

@@ -69,13 +69,11 @@ class Options:
             )
         inf = float("inf")
         for name, least in _LEAST.items():
-            value: Any = getattr(self, name)
-            bound = 1 if name == "factor_decay" else inf
-            if isinstance(value, numbers.Real) and not least <= value < bound:
+            value, bound = getattr(self, name), 1 if name == "factor_decay" else inf
+            if _is_number(value) and not least <= value < bound:
                 below = f" and below {bound}" if bound < inf else ""
                 raise ValueError(f"expected {name} to be at least {least}{below}, got {value}.")
-        clip: Any = self.kl_clip
-        if isinstance(clip, numbers.Real) and not 0 < clip < inf:
+        if _is_number(self.kl_clip) and not 0 < self.kl_clip < inf:
             raise ValueError(f"expected kl_clip to be above 0, got {self.kl_clip}.")
         if self.iterations == 0 and (self.exact or self.step == "clip"):
             raise ValueError(
@@ -100,6 +98,10 @@ class Options:
             fits = fits and max(block.lifted_shape) <= blocks.MOST_ROWS
             forms[name] = "exact" if self.exact else "factors" if fits else "kron"
         return forms
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
