@@ -34,8 +34,9 @@ class Fault(NamedTuple):
 
     def problem(self) -> str | None:
         """Returns why it cannot be planted, if so."""
-        if missing := [test for test in self.tests if not (ROOT / test.split("::")[0]).exists()]:
-            return f"{self.file}: expected {missing[0]}, which is not there; name the tests nearest"
+        for path in (self.file, *(test.split("::")[0] for test in self.tests)):
+            if not (ROOT / path).exists():
+                return f"expected {path}, which is not there; write what is there now into {TABLE}"
         if (count := (ROOT / self.file).read_text().count(self.old)) != 1:
             return (
                 f"{self.file}: expected what the fault {self.effect!r} replaces once, found it "
