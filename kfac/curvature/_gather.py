@@ -204,9 +204,9 @@ def value_grad_and_curvature(
         (loss, z), pullback, aux = jax.vjp(forward, params, slots, has_aux=True)
         of_all = z if fisher != "empirical" else outputs(aux) if outputs is not None else None
         examples = count_examples(args, batch_size, of_all)
-        weighted = None
-        if weights is not None:
-            weighted = fishers.read_weights(weights(aux), examples, loss.dtype)
+        weighted = None if weights is None else weights(aux)
+        if weighted is not None:
+            weighted = fishers.read_weights(weighted, examples, loss.dtype)
         share = None if weighted is None else weighted.shares()
         layers = layers_of(taps, params, examples)
         ones = _cotangent_of_own(loss, params, axes)
