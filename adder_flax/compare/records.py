@@ -94,7 +94,10 @@ class Records:
         """
         record = self._find(cell.id)
         if record is not None and cell.id not in self._checked:
-            stored, fields = flatten_config(record.config), flatten_config(cell.config)
+            stored, fields = (
+                flatten_config(record.config) | own_fields(record.config),
+                flatten_config(cell.config),
+            )
             # A name says nothing of fields at their defaults, which a later version may change.
             known = (computing(fields).keys() & stored.keys()) | own_fields(cell.config).keys()
             if other := sorted(path for path in known if stored.get(path) != fields[path]):
