@@ -21,10 +21,12 @@ from adder_flax.ops._l1 import adder_matmul, adder_matmul_jvp, l1_scores
 from adder_flax.ops._layer_norm import layer_norm
 from adder_flax.ops._primitive import formula
 from adder_flax.ops._rules import RuleName, exact_gradients
+from adder_flax.ops._sad import SadWeights, sad_matmul, sad_pack, sad_scores
 
 __all__ = [
     "Backend",
     "RuleName",
+    "SadWeights",
     "adder_matmul",
     "adder_matmul_jvp",
     "additive_scores",
@@ -39,6 +41,9 @@ __all__ = [
     "layer_norm",
     "preferred_key_block",
     "register_backend",
+    "sad_matmul",
+    "sad_pack",
+    "sad_scores",
     "set_backend",
     "use_backend",
     "use_backend_for",

@@ -250,6 +250,11 @@ class Backend:
         )
 
     @_left_to_compiler
+    def sad(self, x, w):
+        """Computes y[m, n] = sum_k |x[m, k] - w[n, k]| of bytes, exactly, in int32."""
+        return get_backend("xla").sad(x, w)
+
+    @_left_to_compiler
     def additive_pushforward(
         self, query: _Rows, key: _Keys, v: _Vector, d_query: _Rows, d_key: _Keys, d_v: _Vector
     ) -> _Pairs:

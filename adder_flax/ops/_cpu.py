@@ -50,6 +50,8 @@ KERNELS = {
 }
 
 _SOURCE = Path(__file__).with_name("cpu_kernels.cc")
+SAD_SOURCE = Path(__file__).with_name("sad_kernels.cc")  # a library of its own, when first needed
+_KERNELS_OF = {_SOURCE: KERNELS, SAD_SOURCE: {"sad": "AdderFlaxSad"}}
 _COMPILERS = ("c++", "g++", "clang++")
 _TARGET_VARIABLE = "ADDER_FLAX_CPU"
 _FLAGS = ("-std=gnu++17", "-O3", "-DNDEBUG", "-fPIC", "-shared")
@@ -170,6 +172,11 @@ class CpuBackend(Backend):
         )
         return dx, d_scale[:, 0], d_bias[:, 0]
 
+    def sad(self, x, w):
+        load_library(SAD_SOURCE)
+        sums = result_type((*x.shape[:2], w.shape[1]), jnp.int32, x, w)
+        return jax.ffi.ffi_call(_TARGET_PREFIX + "sad", sums, vmap_method="expand_dims")(x, w)
+
     def additive(self, query, key, v):
         (scores,) = self._call(
             "additive_forward", [_output_shape(query, key, "nk")], query, key, v[:, None]
@@ -206,15 +213,15 @@ def _slope(rule):
 
 
 @functools.cache
-def load_library() -> ctypes.CDLL:
-    """Compiles the kernels if no cached library fits, loads them and registers them with XLA.
+def load_library(source: Path = _SOURCE) -> ctypes.CDLL:
+    """Compiles the kernels of a file if no cached library fits, loads and registers them with XLA.
 
     Raises:
       RuntimeError: there is no compiler, or it fails, or what it makes cannot be loaded.
       OSError: its files cannot be written.
     """
-    library = _cached_or_compiled(find_compiler())
-    for kernel, symbol in KERNELS.items():
+    library = _cached_or_compiled(find_compiler(), source)
+    for kernel, symbol in _KERNELS_OF[source].items():
         target = _TARGET_PREFIX + kernel
         jax.ffi.register_ffi_target(
             target, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu"
@@ -222,19 +229,19 @@ def load_library() -> ctypes.CDLL:
     return library
 
 
-def _cached_or_compiled(compiler: str) -> ctypes.CDLL:
+def _cached_or_compiled(compiler: str, source: Path = _SOURCE) -> ctypes.CDLL:
     """Returns the kernels from the first cache that has them whole, or compiles and keeps them."""
-    fingerprint = _fingerprint(compiler)
+    fingerprint = _fingerprint(compiler, source)
     return own_cache.kept(
-        f"cpu_kernels-{fingerprint}.so",
-        lambda: _compile(compiler),
-        _load,
+        f"{source.stem}-{fingerprint}.so",
+        lambda: _compile(compiler, source),
+        functools.partial(_load, source=source),
         key=fingerprint,
         owner="ops backend 'cpu_native'",
     )
 
 
-def _load(content: bytes) -> ctypes.CDLL:
+def _load(content: bytes, source: Path = _SOURCE) -> ctypes.CDLL:
     """Loads a library from bytes, through a file that no other user can change.
 
     What is loaded is then what was checked.
@@ -248,7 +255,9 @@ def _load(content: bytes) -> ctypes.CDLL:
             path = Path(folder) / "cpu_kernels.so"
             path.write_bytes(content)
             library = ctypes.CDLL(str(path))
-    if missing := [symbol for symbol in KERNELS.values() if not hasattr(library, symbol)]:
+    if missing := [
+        symbol for symbol in _KERNELS_OF[source].values() if not hasattr(library, symbol)
+    ]:
         raise OSError(f"it has no {missing[0]}")
     return library
 
@@ -291,42 +300,45 @@ def _target() -> str:
     return os.environ.get(_TARGET_VARIABLE, "native")
 
 
-def _fingerprint(compiler: str) -> str:
+def _fingerprint(compiler: str, source: Path = _SOURCE) -> str:
     """Hashes all that the library depends on: all that is compiled, flags, compiler, processor."""
     version = _run([compiler, "--version"], timeout_s=60)
     searched = [os.environ.get(variable, "") for variable in _COMPILER_VARIABLES]
     facts = [*_FLAGS, _target(), compiler, version, *searched, own_cache.processor()]
     hashed = hashlib.sha256("\0".join(facts).encode())
     headers = Path(jax.ffi.include_dir())
-    for path in [*sorted(_SOURCE.parent.glob("*.h")), _SOURCE, *sorted(headers.rglob("*.h"))]:
+    for path in [*sorted(source.parent.glob("*.h")), source, *sorted(headers.rglob("*.h"))]:
         content = path.read_bytes()
         hashed.update(f"\0{path.name}\0{len(content)}\0".encode() + content)
     return hashed.hexdigest()[:32]
 
 
-def run_compiler(compiler: str, target: str, path: Path) -> None:
-    """Writes the kernels for a processor, as the compiler calls it, to a library.
+def run_compiler(compiler: str, target: str, path: Path, source: Path = _SOURCE) -> None:
+    """Writes kernels for a processor, as the compiler calls it, to a library.
 
     Raises:
       RuntimeError: the compiler fails.
     """
     include = f"-I{jax.ffi.include_dir()}"
     _run(
-        [compiler, *_FLAGS, f"-march={target}", include, str(_SOURCE), "-o", str(path)],
+        [compiler, *_FLAGS, f"-march={target}", include, str(source), "-o", str(path)],
         timeout_s=_COMPILE_TIMEOUT_S,
     )
 
 
-def _compile(compiler: str) -> bytes:
+def _compile(compiler: str, source: Path = _SOURCE) -> bytes:
     """Returns the kernels as a library that was loaded once in another process, which a broken one
     may end.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cpu_kernels.so"
-        run_compiler(compiler, _target(), path)
+        run_compiler(compiler, _target(), path, source)
         if not path.is_file():
             raise RuntimeError(f"expected a library from {compiler}, got none")
-        _run([sys.executable, "-I", "-c", _TRY_TO_LOAD, str(path), *KERNELS.values()], timeout_s=60)
+        _run(
+            [sys.executable, "-I", "-c", _TRY_TO_LOAD, str(path), *_KERNELS_OF[source].values()],
+            timeout_s=60,
+        )
         return path.read_bytes()
 
 

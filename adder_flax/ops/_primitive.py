@@ -43,6 +43,7 @@ _FORMULAS = {
     "l1_pullback_x": "mk,w,mn->mk",
     "l1_pullback_w": "mk,w,mn->w",
     "l1_pullback": "mk,w,mn->mk,w",
+    "sad": "mk,nk->mn",
     "additive": "mk,nk,k->mn",
     "additive_pushforward": "mk,nk,k,mk,nk,k->mn",
     "additive_pullback": "mk,nk,k,mn->mk,nk,k",
@@ -155,11 +156,15 @@ def _abstract_eval(*operands, backend, method, options, mesh):
         lengths.update(zip(axes, a.shape[num_leading:], strict=True))
         alike.setdefault(a.ndim, a)
     batch = jnp.broadcast_shapes(*leading)
-    dtype, results = accumulation_dtype(jnp.result_type(*operands)), []
+    dtype, results = _sum_dtype(method, operands), []
     for axes in result_axes:
         shape = (*batch, *map(lengths.__getitem__, axes))
         results.append(alike[len(shape)].update(shape=shape, dtype=dtype, weak_type=False))
     return results
+
+
+def _sum_dtype(method: str, operands: Sequence):
+    return jnp.int32 if method == "sad" else accumulation_dtype(jnp.result_type(*operands))
 
 
 _pairs.def_abstract_eval(_abstract_eval)
@@ -247,7 +252,8 @@ def _lower(
     module, options = context.module_context, dict(options)
     for_export = module.lowering_parameters.for_export
     num_devices, all_manual = _devices(module.axis_context)
-    dtype = jnp.result_type(*context.avals_in)
+    # Bytes are for all that have kernels; whoever has none for bytes has XLA's.
+    dtype = "float32" if method == "sad" else jnp.result_type(*context.avals_in)
     backend = backend.lowered_for(platform, dtype, for_export=for_export, num_devices=num_devices)
     how = backend.split_by
     if getattr(_function(backend, method, options).func, "left_to_compiler", False):
