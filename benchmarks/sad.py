@@ -1,16 +1,16 @@
-"""Measures the adder product of bytes against XLA's float32 product, the float32 adder kernel and the
-bound of the instruction.
+"""Measures the adder product of bytes against float32 kernels and the bound of its instruction.
 
     python -m benchmarks.sad
 
-The sides take turns, on shapes of DeiT-Tiny's layers on 8 images, weights packed ahead of
-time; a ratio is a median over rounds. The bound is a loop of nothing but the
-instructions of a term, on registers, on all cores. `ADDER_FLAX_CPU=znver3` and `x86-64` in the
-environment give the code of AVX2 and of SSE2. On a machine that does anything else, the numbers are
-an indication.
+XLA's product, the float32 adder kernel and that of bytes take turns, on shapes of DeiT-Tiny's
+layers on 8 images, weights packed ahead of time; a ratio is a median over rounds. The bound is of a
+loop of nothing but the instructions of a term, on registers, on all cores. `ADDER_FLAX_CPU=znver3`
+and `x86-64` in the environment give the code of AVX2 and of SSE2. On a machine that does anything
+else, the numbers are an indication.
 """
 
 import functools
+import statistics
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,10 @@ def main() -> None:
     for shape in SHAPES:
         bounds.measure()
         timings = measure(functions(*shape), ROUNDS, SECONDS_PER_SHAPE)
-        rate = {name: float(np.prod(shape)) / timings.median(name) for name in timings.seconds}
+        rate = {
+            name: float(np.prod(shape)) / statistics.median(seconds)
+            for name, seconds in timings.seconds.items()
+        }
         bound = bounds.rates["sad"]
         row = (
             " x ".join(map(str, shape)),

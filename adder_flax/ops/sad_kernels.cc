@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "cpu_parallel.h"
 #include "xla/ffi/api/ffi.h"
@@ -30,6 +31,9 @@ namespace {
 
 constexpr int kStep = 8;  // bytes of a row in one lane
 
+template <int lanes>
+using Ints __attribute__((vector_size(lanes * sizeof(int32_t)))) = int32_t;
+
 inline int64_t Read(const uint8_t* p) {
   int64_t bytes;
   std::memcpy(&bytes, p, kStep);
@@ -42,16 +46,16 @@ constexpr int kLanes = 8, kRows = 6, kVecs = 4;
 inline Vec Load(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline Vec Broadcast(const uint8_t* p) { return _mm512_set1_epi64(Read(p)); }
 inline Vec AddDistances(Vec sums, Vec a, Vec b) { return _mm512_add_epi64(sums, _mm512_sad_epu8(a, b)); }
-inline void Store(int32_t* p, Vec sums) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi64_epi32(sums)); }
+inline Ints<kLanes> Narrow(Vec sums) { return (Ints<kLanes>)_mm512_cvtepi64_epi32(sums); }
 #elif defined(__AVX2__)
 using Vec = __m256i;
 constexpr int kLanes = 4, kRows = 6, kVecs = 2;
 inline Vec Load(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline Vec Broadcast(const uint8_t* p) { return _mm256_set1_epi64x(Read(p)); }
 inline Vec AddDistances(Vec sums, Vec a, Vec b) { return _mm256_add_epi64(sums, _mm256_sad_epu8(a, b)); }
-inline void Store(int32_t* p, Vec sums) {
+inline Ints<kLanes> Narrow(Vec sums) {
   const __m256i low_halves = _mm256_permutevar8x32_epi32(sums, _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6));
-  _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(low_halves));
+  return (Ints<kLanes>)_mm256_castsi256_si128(low_halves);
 }
 #elif defined(__SSE2__)
 using Vec = __m128i;
@@ -59,16 +63,14 @@ constexpr int kLanes = 2, kRows = 6, kVecs = 2;
 inline Vec Load(const uint8_t* p) { return _mm_loadu_si128((const __m128i*)p); }
 inline Vec Broadcast(const uint8_t* p) { return _mm_set1_epi64x(Read(p)); }
 inline Vec AddDistances(Vec sums, Vec a, Vec b) { return _mm_add_epi64(sums, _mm_sad_epu8(a, b)); }
-inline void Store(int32_t* p, Vec sums) { _mm_storel_epi64((__m128i*)p, _mm_shuffle_epi32(sums, 0x88)); }
+inline Ints<kLanes> Narrow(Vec sums) { return (Ints<kLanes>)_mm_cvtsi128_si64(_mm_shuffle_epi32(sums, 0x88)); }
 #elif defined(__aarch64__)
 using Vec = uint16x8_t;  // four partial sums of each column
 constexpr int kLanes = 2, kRows = 6, kVecs = 3;
 inline uint8x16_t Load(const uint8_t* p) { return vld1q_u8(p); }
 inline uint8x16_t Broadcast(const uint8_t* p) { return vreinterpretq_u8_s64(vdupq_n_s64(Read(p))); }
 inline Vec AddDistances(Vec sums, uint8x16_t a, uint8x16_t b) { return vpadalq_u8(sums, vabdq_u8(a, b)); }
-inline void Store(int32_t* p, Vec sums) {
-  vst1_s32(p, vreinterpret_s32_u32(vmovn_u64(vpaddlq_u32(vpaddlq_u16(sums)))));
-}
+inline Ints<kLanes> Narrow(Vec sums) { return (Ints<kLanes>)vmovn_u64(vpaddlq_u32(vpaddlq_u16(sums))); }
 #else
 using Vec = int64_t;
 constexpr int kLanes = 1, kRows = 4, kVecs = 2;
@@ -78,7 +80,7 @@ inline Vec AddDistances(Vec sums, Vec a, Vec b) {
   for (int i = 0; i < 64; i += 8) sums += std::abs(int(a >> i & 255) - int(b >> i & 255));
   return sums;
 }
-inline void Store(int32_t* p, Vec sums) { *p = static_cast<int32_t>(sums); }
+inline Ints<kLanes> Narrow(Vec sums) { return Ints<kLanes>{static_cast<int32_t>(sums)}; }
 #endif
 
 constexpr int kWidth = kVecs * kLanes;  // columns of a panel
@@ -106,9 +108,22 @@ inline void Pack(const uint8_t* w, int64_t stride, int64_t columns, int64_t term
   }
 }
 
-// Sums of kRows rows and a panel, over whole steps. Not inlined, so that all registers are its own.
+// Calls f(Int<0>) ... f(Int<count - 1>).
+template <class F, int... i>
+inline void Unrolled(F&& f, std::integer_sequence<int, i...>) {
+  (f(std::integral_constant<int, i>()), ...);
+}
+
+// Where sums go; they are added to what is there from a second piece on.
+struct Target {
+  int32_t* y;
+  int64_t stride;
+  bool add;
+};
+
+// Sums kRows rows and a panel, over whole steps. Not inlined, so that all registers are its own.
 [[gnu::noinline]] void SumTile(const uint8_t* const (&rows)[kRows], const uint8_t* panel, int64_t steps,
-                               int32_t (&sums)[kRows][kWidth]) {
+                               const Target& target) {
   Vec totals[kRows][kVecs] = {};
   const uint8_t* operand[kRows];
   for (int r = 0; r < kRows; ++r) operand[r] = rows[r];
@@ -120,21 +135,40 @@ inline void Pack(const uint8_t* w, int64_t stride, int64_t columns, int64_t term
       for (int v = 0; v < kVecs; ++v) totals[r][v] = AddDistances(totals[r][v], row, columns[v]);
     }
   }
-  for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVecs; ++v) Store(sums[r] + v * kLanes, totals[r][v]);
-  }
+  // With indices that the compiler knows early: it keeps the totals in registers then.
+  const auto write = [&](auto i) {
+    constexpr int kRow = decltype(i)::value / kVecs, kVec = decltype(i)::value % kVecs;
+    int32_t* place = target.y + kRow * target.stride + kVec * kLanes;
+    Ints<kLanes> sums = Narrow(totals[kRow][kVec]), before;
+    if (target.add) {
+      std::memcpy(&before, place, sizeof before);
+      sums += before;
+    }
+    std::memcpy(place, &sums, sizeof sums);
+  };
+  Unrolled(write, std::make_integer_sequence<int, kRows * kVecs>());
 }
 
-// Writes sums to y, or adds them to what is there.
-inline void WriteTile(const int32_t (&sums)[kRows][kWidth], int64_t rows, int64_t columns, bool add, int32_t* y,
-                      int64_t stride) {
-  for (int64_t r = 0; r < rows; ++r, y += stride) {
-    if (add) {
-      for (int64_t c = 0; c < columns; ++c) y[c] += sums[r][c];
-    } else if (columns == kWidth) {
-      std::memcpy(y, sums[r], sizeof sums[r]);
-    } else {
-      std::copy_n(sums[r], columns, y);
+// The same where a tile has fewer rows, fewer columns, or an end within a step.
+void SumEdge(const uint8_t* x, int64_t stride, int64_t rows, const uint8_t* panel, int64_t columns, int64_t terms,
+             const Target& target) {
+  const int64_t steps = (terms + kStep - 1) / kStep;
+  const uint8_t* row[kRows];
+  uint8_t filled[kRows][kPiece];
+  int32_t sums[kRows][kWidth];
+  for (int r = 0; r < kRows; ++r) {
+    row[r] = x + std::min<int64_t>(r, rows - 1) * stride;  // the last one again, so that every tile is full
+    if (terms % kStep != 0) {
+      std::memcpy(filled[r], row[r], terms);
+      std::memset(filled[r] + terms, 0, steps * kStep - terms);
+      row[r] = filled[r];
+    }
+  }
+  SumTile(row, panel, steps, {sums[0], kWidth, /*add=*/false});
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < columns; ++c) {
+      int32_t& y = target.y[r * target.stride + c];
+      y = sums[r][c] + (target.add ? y : 0);
     }
   }
 }
@@ -146,24 +180,18 @@ void SumBlock(const uint8_t* x, const uint8_t* w, int32_t* y, const Sizes& size,
   for (int64_t column = first_column; column < end_column; column += kWidth) {
     const int64_t columns = std::min<int64_t>(kWidth, end_column - column);
     for (int64_t k = 0; k < size.terms; k += kPiece) {
-      const int64_t terms = std::min(kPiece, size.terms - k), steps = (terms + kStep - 1) / kStep;
+      const int64_t terms = std::min(kPiece, size.terms - k);
       Pack(w + column * size.terms + k, size.terms, columns, terms, panel);
       for (int64_t row = first_row; row < end_row; row += kRows) {
-        const uint8_t* rows[kRows];
-        uint8_t filled[kRows][kPiece];
-        for (int r = 0; r < kRows; ++r) {
-          // Rows after the last one repeat it, so that every tile is full.
-          rows[r] = x + std::min<int64_t>(row + r, end_row - 1) * size.terms + k;
-          if (terms % kStep != 0) {
-            std::memcpy(filled[r], rows[r], terms);
-            std::memset(filled[r] + terms, 0, steps * kStep - terms);
-            rows[r] = filled[r];
-          }
+        const uint8_t* begin = x + row * size.terms + k;
+        const Target target{y + row * size.columns + column, size.columns, k > 0};
+        if (row + kRows > end_row || columns < kWidth || terms % kStep != 0) {
+          SumEdge(begin, size.terms, std::min<int64_t>(kRows, end_row - row), panel, columns, terms, target);
+          continue;
         }
-        int32_t sums[kRows][kWidth];
-        SumTile(rows, panel, steps, sums);
-        WriteTile(sums, std::min<int64_t>(kRows, end_row - row), columns, k > 0, y + row * size.columns + column,
-                  size.columns);
+        const uint8_t* rows[kRows];
+        for (int r = 0; r < kRows; ++r) rows[r] = begin + r * size.terms;
+        SumTile(rows, panel, terms / kStep, target);
       }
     }
   }
@@ -188,6 +216,7 @@ int64_t Offset(ffi::Span<const int64_t> shape, ffi::Span<const int64_t> batch, i
 // y (..., M, N) of x (..., M, K) and w (..., N, K).
 ffi::Error Sad(ffi::ThreadPool pool, Bytes x, Bytes w, Sums y) {
   constexpr int64_t kSerialTerms = 1 << 20;  // some 10 us of work: waking another thread takes as long
+  constexpr int64_t kBlockBytes = 1 << 18;
   constexpr int64_t kBlocksPerThread = 3;    // so that a thread that the system interrupts holds up only a third
   const auto shape = y->dimensions();
   const Sizes size{shape[shape.size() - 2], shape[shape.size() - 1], x.dimensions().back()};
@@ -205,7 +234,9 @@ ffi::Error Sad(ffi::ThreadPool pool, Bytes x, Bytes w, Sums y) {
   const int64_t panels = divide(size.columns, kWidth), group = divide(panels, std::min(wanted, panels)) * kWidth;
   const int64_t groups = divide(size.columns, group);
   wanted = divide(wanted, groups);
-  const int64_t tiles = divide(size.rows, kRows), chunk = divide(tiles, std::min(wanted, tiles)) * kRows;
+  // Rows of x are read again for each panel: from the second-level cache.
+  const int64_t tiles = divide(size.rows, kRows), most = divide(kBlockBytes, std::min(size.terms, kPiece) * kRows);
+  const int64_t chunk = std::min(divide(tiles, std::min(wanted, tiles)), most) * kRows;
   const int64_t chunks = divide(size.rows, chunk);
   const auto run = [&](int64_t item) {
     const int64_t member = item / (groups * chunks), row = item / groups % chunks * chunk, column = item % groups * group;
@@ -246,10 +277,10 @@ int64_t AdderFlaxBoundSad(int64_t loop, int64_t iterations) {
       }
     }
   }
-  int32_t sums[kRows * kWidth];
-  for (int i = 0; i < kRows * kVecs; ++i) Store(sums + i * kLanes, totals[i / kVecs][i % kVecs]);
-  volatile int32_t used = sums[0];
-  (void)used;
+  volatile int32_t used = 0;  // else none of them would be summed
+  for (auto& row : totals) {
+    for (Vec& total : row) used = used + Narrow(total)[0];
+  }
   return iterations * kRows * kWidth * kStep;
 }
 

@@ -132,7 +132,7 @@ def adder_linear(
         x = x.astype(jnp.float32)
         excess = excess + jnp.abs(x - grid.clamp(x)).sum(-1, keepdims=True)
         x = quantize(x, grid)
-    return -(grid.scale * ops.sad_matmul(x, weights.packed) + excess)
+    return -(ops.sad_matmul(x, weights.packed) * grid.scale + excess)
 
 
 def calibrate(
