@@ -216,7 +216,7 @@ int64_t Offset(ffi::Span<const int64_t> shape, ffi::Span<const int64_t> batch, i
 // y (..., M, N) of x (..., M, K) and w (..., N, K).
 ffi::Error Sad(ffi::ThreadPool pool, Bytes x, Bytes w, Sums y) {
   constexpr int64_t kSerialTerms = 1 << 20;  // some 10 us of work: waking another thread takes as long
-  constexpr int64_t kBlockBytes = 1 << 18;
+  constexpr int64_t kBlockBytes = 1 << 18;   // of x, half of a small second-level cache
   constexpr int64_t kBlocksPerThread = 3;    // so that a thread that the system interrupts holds up only a third
   const auto shape = y->dimensions();
   const Sizes size{shape[shape.size() - 2], shape[shape.size() - 1], x.dimensions().back()};
