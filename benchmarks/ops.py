@@ -64,10 +64,10 @@ class Bounds:
     """Terms a second on all cores that no kernel can exceed: `rates` by name, none without a
     native library."""
 
-    def __init__(self, library: ctypes.CDLL | None):
+    def __init__(self, library: ctypes.CDLL | None, symbols: dict[str, str] = BOUNDS):
         self.rates: dict[str, float] = {}
         self._loops = {}
-        for name, symbol in BOUNDS.items() if library else ():
+        for name, symbol in symbols.items() if library else ():
             function = getattr(library, symbol)
             function.argtypes, function.restype = [ctypes.c_int64] * 2, ctypes.c_int64
             self._loops[name] = list(_loops(function))

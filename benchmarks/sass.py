@@ -69,6 +69,11 @@ def _l1(shapes, most, axes="kn", **fields):
     return Case("l1", shapes, {"axes": axes}, r"FADD\S* .*\|", 1, {"lanes": 2}, most, **fields)
 
 
+def _sad(shapes, most):
+    # Of four bytes; whether a core starts 64 or 128 lanes of it a cycle is for a GPU to say.
+    return Case("sad", shapes, {}, "VABSDIFF4", 4, {"lanes": 0.25}, most, dtype="uint8")
+
+
 def _rule(method, shapes, rule, most, lanes=2, axes="kn"):
     return Case(
         method, shapes, {"rule": rule, "axes": axes}, r"(FADD|FFMA)\.SAT", 1, {"lanes": lanes}, most
@@ -85,6 +90,8 @@ CASES = {
     "l1 proj": _l1((X, PROJ), 2.43),
     "l1 fc1 bfloat16": _l1((X, FC1), 2.17, dtype="bfloat16"),
     "l1 scores": _l1((HEADS, HEADS), 2.39, axes="nk"),
+    "sad fc1": _sad((X, (1, 768, 192)), 0.3),
+    "sad scores": _sad((HEADS, HEADS), 0.3),
     "dx hardtanh fc1": _rule("l1_pullback_x", (X, FC1, HIDDEN), HARDTANH, 2.38),
     "dw hardtanh fc1": _rule("l1_pullback_w", (X, FC1, HIDDEN), HARDTANH, 2.38),
     "jvp hardtanh fc1": _rule("l1_pushforward", (X, FC1, X), HARDTANH, 2.21),
@@ -226,7 +233,7 @@ def _tool(name: str) -> Path:
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)(.*?);")
 _LABEL = re.compile(r"^(\.L_x?_?\w+):")
 _KINDS = {
-    "arithmetic": r"F(ADD|FMA|MUL|MNMX|SEL|SETP|SET)|MUFU",
+    "arithmetic": r"F(ADD|FMA|MUL|MNMX|SEL|SETP|SET)|MUFU|VABSDIFF",
     "load": r"LD|ULDC?",
     "address": r"U?I(ADD|MAD)|U?LEA|U?SHF|U?LOP|U?MOV|VIADD|U?PRMT|CS2R|R2UR|UIADD",
 }

@@ -27,7 +27,7 @@ ORDER = (
         "own_cache",
         "ops",
     ),
-    *("attention", "layers", "models", "measures", "counting", "data"),
+    *("attention", "layers", "models", "quantized", "measures", "counting", "data"),
     *(
         "tasks",
         "interop",
@@ -101,7 +101,7 @@ def test_kfac_stands_alone():
 
 
 @pytest.mark.parametrize(
-    "package", ["ops", "attention", "layers", "models", "measures", "counting"]
+    "package", ["ops", "attention", "layers", "models", "quantized", "measures", "counting"]
 )
 def test_importing_a_mechanism_loads_no_data_plotting_or_checkpoint_library(package):
     heavy = {

@@ -24,10 +24,12 @@ from adder_flax.ops._functions import (
 )
 from adder_flax.ops._fused import fused_attention, preferred_key_block
 from adder_flax.ops._primitive import formula
+from adder_flax.ops._sad import SadWeights, sad_matmul, sad_pack, sad_scores
 
 __all__ = [
     "Backend",
     "RuleName",
+    "SadWeights",
     "adder_matmul",
     "adder_matmul_jvp",
     "additive_scores",
@@ -42,6 +44,9 @@ __all__ = [
     "layer_norm",
     "preferred_key_block",
     "register_backend",
+    "sad_matmul",
+    "sad_pack",
+    "sad_scores",
     "set_backend",
     "use_backend",
     "use_backend_for",

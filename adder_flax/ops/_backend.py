@@ -193,6 +193,11 @@ class Backend:
         )
 
     @_left_to_compiler
+    def sad(self, x, w):
+        """Computes y[m, n] = sum_k |x[m, k] - w[n, k]| of bytes, exactly, in int32."""
+        return get_backend("xla").sad(x, w)
+
+    @_left_to_compiler
     def additive_pushforward(self, query, key, v, d_query, d_key, d_v):
         """Computes the derivative of `additive` along tangents, `additive_pullback` transposed."""
         return get_backend("xla").additive_pushforward(query, key, v, d_query, d_key, d_v)

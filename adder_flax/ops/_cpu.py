@@ -34,6 +34,8 @@ KERNELS = (
 )
 _TARGET_PREFIX = "adder_flax_"
 _SOURCE = Path(__file__).with_name("cpu_kernels.cc")
+SAD_SOURCE = Path(__file__).with_name("sad_kernels.cc")  # a library of its own, when first needed
+_KERNELS_OF = {_SOURCE: KERNELS, SAD_SOURCE: ("sad",)}
 _COMPILERS = ("c++", "g++", "clang++")
 _TARGET_VARIABLE = "ADDER_FLAX_CPU"
 _FLAGS = ("-std=gnu++17", "-O3", "-DNDEBUG", "-fPIC", "-shared")
@@ -116,6 +118,11 @@ class CpuBackend(Backend):
         )
         return dx, d_scale[:, 0], d_bias[:, 0]
 
+    def sad(self, x, w):
+        load_library(SAD_SOURCE)
+        sums = result_type((*x.shape[:2], w.shape[1]), jnp.int32, x, w)
+        return jax.ffi.ffi_call(_TARGET_PREFIX + "sad", sums, vmap_method="expand_dims")(x, w)
+
     def additive(self, query, key, v):
         shape = _output_shape(query, key, "nk")
         return self._call("additive_forward", [shape], query, key, v[:, None])
@@ -146,24 +153,24 @@ def _slope(rule):
 
 
 @functools.cache
-def load_library() -> ctypes.CDLL:
-    """Compiles the kernels if no cached library fits, loads them and registers them with XLA.
+def load_library(source: Path = _SOURCE) -> ctypes.CDLL:
+    """Compiles the kernels of a file if no cached library fits, loads and registers them with XLA.
 
     Raises:
       RuntimeError: there is no compiler, or it fails.
       OSError: what it makes cannot be loaded, or its files cannot be written.
     """
-    library = _cached_or_compiled(find_compiler())
-    for kernel in KERNELS:
+    library = _cached_or_compiled(find_compiler(), source)
+    for kernel in _KERNELS_OF[source]:
         symbol = "AdderFlax" + "".join(map(str.capitalize, kernel.split("_")))
         capsule = jax.ffi.pycapsule(getattr(library, symbol))
         jax.ffi.register_ffi_target(_TARGET_PREFIX + kernel, capsule, platform="cpu")
     return library
 
 
-def _cached_or_compiled(compiler: str) -> ctypes.CDLL:
-    fingerprint, owner = _fingerprint(compiler), "ops backend 'cpu_native'"
-    name, make = f"cpu_kernels-{fingerprint}.so", functools.partial(_compile, compiler)
+def _cached_or_compiled(compiler: str, source: Path = _SOURCE) -> ctypes.CDLL:
+    fingerprint, owner = _fingerprint(compiler, source), "ops backend 'cpu_native'"
+    name, make = f"{source.stem}-{fingerprint}.so", functools.partial(_compile, compiler, source)
     return own_cache.kept(name, make, _load, key=fingerprint, owner=owner)
 
 
@@ -186,7 +193,7 @@ def _target() -> str:
     return os.environ.get(_TARGET_VARIABLE, "native")
 
 
-def _fingerprint(compiler: str) -> str:
+def _fingerprint(compiler: str, source: Path = _SOURCE) -> str:
     """Hashes all that the library depends on: source, headers, flags, compiler, processor."""
     version = _run(compiler, "--version")
     facts = [
@@ -196,20 +203,21 @@ def _fingerprint(compiler: str) -> str:
         version,
         jaxlib.version.__version__,
         own_cache.processor(),
+        *(path.read_text() for path in (*sorted(source.parent.glob("*.h")), source)),
     ]
-    return hashlib.sha256("\0".join([*facts, _SOURCE.read_text()]).encode()).hexdigest()[:32]
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:32]
 
 
-def run_compiler(compiler: str, target: str, path: Path) -> None:
-    """Writes the kernels for a processor, as the compiler calls it, to a library."""
+def run_compiler(compiler: str, target: str, path: Path, source: Path = _SOURCE) -> None:
+    """Writes kernels for a processor, as the compiler calls it, to a library."""
     options = (*_FLAGS, f"-march={target}", f"-I{jax.ffi.include_dir()}")
-    _run(compiler, *options, str(_SOURCE), "-o", str(path))
+    _run(compiler, *options, str(source), "-o", str(path))
 
 
-def _compile(compiler: str) -> bytes:
+def _compile(compiler: str, source: Path = _SOURCE) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cpu_kernels.so"
-        run_compiler(compiler, _target(), path)
+        run_compiler(compiler, _target(), path, source)
         return path.read_bytes()
 
 

@@ -42,6 +42,7 @@ _FORMULAS = {
     "l1_pullback_x": "mk,w,mn->mk",
     "l1_pullback_w": "mk,w,mn->w",
     "l1_pullback": "mk,w,mn->mk,w",
+    "sad": "mk,nk->mn",
     "additive": "mk,nk,k->mn",
     "additive_pushforward": "mk,nk,k,mk,nk,k->mn",
     "additive_pullback": "mk,nk,k,mn->mk,nk,k",
@@ -117,11 +118,17 @@ def _abstract_eval(*operands, backend, method, options, mesh):
         lengths.update(zip(axes, a.shape[num_leading:], strict=True))
         alike.setdefault(a.ndim, a)
     batch = jnp.broadcast_shapes(*leading)
-    dtype, results = jnp.promote_types(jnp.result_type(*operands), jnp.float32), []
+    dtype, results = _sum_dtype(method, operands), []
     for axes in result_axes:
         shape = (*batch, *map(lengths.__getitem__, axes))
         results.append(alike[len(shape)].update(shape=shape, dtype=dtype, weak_type=False))
     return results
+
+
+def _sum_dtype(method: str, operands: Sequence):
+    if method == "sad":
+        return jnp.int32
+    return jnp.promote_types(jnp.result_type(*operands), jnp.float32)
 
 
 _pairs.def_abstract_eval(_abstract_eval)
@@ -193,7 +200,8 @@ def _lower(
     module, options = context.module_context, dict(options)
     for_export = module.lowering_parameters.for_export
     num_devices, all_manual = _devices(module.axis_context)
-    dtype = jnp.result_type(*context.avals_in)
+    # Bytes are for all that have kernels; whoever has none for bytes has XLA's.
+    dtype = "float32" if method == "sad" else jnp.result_type(*context.avals_in)
     backend = backend.lowered_for(platform, dtype, for_export=for_export, num_devices=num_devices)
     how = backend.split_by
     if getattr(_function(backend, method, options).func, "left_to_compiler", False):

@@ -30,6 +30,10 @@ class ReferenceBackend(Backend):
         slope = rule(to_nk(w, axes)[:, None] - x[:, :, None])
         return (dx[:, :, None] * slope).sum(-1)
 
+    def sad(self, x, w):
+        x, w = x.astype(jnp.int32), w.astype(jnp.int32)
+        return jnp.abs(x[:, :, None] - w[:, None]).sum(-1)
+
     def additive(self, query, key, v):
         query, key, v = upcast(query, key, v)
         hidden = jnp.tanh(query[:, :, None] + key[:, None])

@@ -99,6 +99,14 @@ class XlaBackend(Backend):
         init = jnp.zeros((*x.shape[:2], w.shape[1]), x.dtype)
         return _blocked_sum(term, [_leading(x, 2), _leading(w, 2), _leading(dx, 2)], init)
 
+    def sad(self, x, w):
+        def term(x_k, w_k):
+            x_k, w_k = x_k[:, :, None].astype(jnp.int32), w_k[:, None].astype(jnp.int32)
+            return jnp.abs(x_k - w_k)
+
+        init = jnp.zeros((*x.shape[:2], w.shape[1]), jnp.int32)
+        return _blocked_sum(term, [_leading(x, 2), _leading(w, 2)], init)
+
     def additive(self, query, key, v):
         query, key, v = upcast(query, key, v)
 

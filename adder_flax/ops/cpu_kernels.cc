@@ -11,22 +11,20 @@
 // one instruction are written as intrinsics beside their portable form. Compile with -O3 -march=native.
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cmath>
-#include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <limits>
 #include <memory>
-#include <mutex>
 #include <numeric>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 
+#include "cpu_parallel.h"
 #include "xla/ffi/api/ffi.h"
 
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
@@ -341,39 +339,6 @@ class Scratch {
 
   int taken_ = 0;
 };
-
-// Runs work(0) ... work(count - 1) on the calling thread and on whichever threads of XLA's pool join in.
-//
-// The caller is a thread of that pool itself and may be its only free one, so it must never wait for a task that has
-// not begun: it takes items from the same counter as the helpers do, and then waits only for items that a running
-// thread holds. A helper that starts too late finds no item left; it shares ownership of the counter, not of `work`.
-void ParallelFor(ffi::ThreadPool& pool, int64_t count, const std::function<void(int64_t)>& work) {
-  struct State {
-    State(int64_t count, const std::function<void(int64_t)>& work) : count(count), work(work) {}
-
-    void TakeItems() {
-      for (int64_t item; (item = next.fetch_add(1)) < count;) {
-        work(item);
-        if (finished.fetch_add(1) + 1 == count) {
-          std::lock_guard<std::mutex> lock(mutex);
-          all_finished.notify_all();
-        }
-      }
-    }
-
-    const int64_t count;
-    const std::function<void(int64_t)>& work;
-    std::atomic<int64_t> next{0}, finished{0};
-    std::mutex mutex;
-    std::condition_variable all_finished;
-  };
-  auto state = std::make_shared<State>(count, work);
-  const int64_t helpers = std::min(pool.num_threads(), count) - 1;
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([state] { state->TakeItems(); });
-  state->TakeItems();
-  std::unique_lock<std::mutex> lock(state->mutex);
-  state->all_finished.wait(lock, [&] { return state->finished == count; });
-}
 
 // Cuts a grid into blocks of at least `fewest_rows` rows (fewer only at the end) and calls work(Block) in parallel.
 void ForEachBlock(ffi::ThreadPool& pool, const Grid& grid, int64_t fewest_rows,

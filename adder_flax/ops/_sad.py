@@ -1,0 +1,169 @@
+"""Sums of absolute differences of bytes: the adder product and the adder scores in integers."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Int32, Integer, UInt8
+
+from adder_flax.ops._backend import resolve_backend
+from adder_flax.ops._partition import keep_explicit_axes, vary_alike
+from adder_flax.ops._primitive import call
+
+# Sums of so many terms, each up to 255, are below 2^31.
+MOST_TERMS = 2**23
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SadWeights:
+    """Weights of `sad_matmul` in the order in which kernels read them, made by `sad_pack`.
+
+    Attributes:
+      columns: those of w, each contiguous.
+    """
+
+    columns: UInt8[Array, "N K"]
+
+
+def sad_pack(w: Integer[ArrayLike, "K N"] | SadWeights) -> SadWeights:
+    """Puts weights into the order in which kernels read them, once for all calls.
+
+    Args:
+      w: uint8, or int8, which is shifted by 128.
+
+    Raises:
+      ValueError: if w is no matrix, or has more than 2²³ rows.
+      TypeError: if w is not of bytes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from adder_flax import ops
+      >>> ops.sad_pack(jnp.zeros((8, 3), jnp.uint8)).columns.shape
+      (3, 8)
+    """
+    if isinstance(w, SadWeights):
+        return w
+    w = _as_bytes("w", w)
+    if w.ndim != 2:
+        raise ValueError(f"expected w of shape (K, N), got {w.shape}; reshape it to a matrix")
+    return SadWeights(w.T)
+
+
+def sad_matmul(
+    x: Integer[ArrayLike, "*batch K"], w: Integer[ArrayLike, "K N"] | SadWeights
+) -> Int32[Array, "*batch N"]:
+    r"""The adder product of bytes, without its sign: exact integers, the same on every backend.
+
+    .. math:: y_{mn} = \sum_k |x_{mk} - w_{kn}|
+
+    Processors have an instruction for it: `psadbw` on x86, `VABSDIFF4` on NVIDIA GPUs. It has no
+    gradient, as nothing of integers has; a layer that learns through it says what stands for one.
+
+    Args:
+      x: any leading axes; the last one is contracted. uint8, or int8.
+      w: weights; the first axis is contracted. uint8 where x is, int8 where x is (both are then
+        shifted by 128, which changes no difference), or either packed by `sad_pack`.
+
+    Raises:
+      ValueError: if the shapes do not fit, or K is over 2²³, where sums leave int32.
+      TypeError: if x and w are not both of uint8 or both of int8.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from adder_flax import ops
+      >>> x, w = jnp.array([[1, 2]], jnp.uint8), jnp.array([[0, 1], [0, 255]], jnp.uint8)
+      >>> print(ops.sad_matmul(x, w))
+      [[  3 253]]
+    """
+    if not isinstance(w, SadWeights):
+        _check_alike("x", x, "w", w)
+    rows, columns = _as_bytes("x", x), sad_pack(w).columns
+    if rows.ndim == 0 or rows.shape[-1] != columns.shape[-1]:
+        raise ValueError(
+            f"expected x of shape (..., K) and w of shape (K, N) with the same K; got {rows.shape} "
+            f"and {columns.shape[::-1]}; the last axis of x is contracted with the first axis of w"
+        )
+
+    def product(x, columns):
+        flat = x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1])
+        y = call(resolve_backend(jnp.float32), "sad", *vary_alike(flat, columns[None]))
+        return y.reshape(*x.shape[:-1], columns.shape[0])
+
+    leading = [f"b{axis}" for axis in range(rows.ndim - 1)]
+    axes = [[*leading, "k"], ["n", "k"]]
+    return keep_explicit_axes(product, [rows, columns], axes, [*leading, "n"])
+
+
+def sad_scores(
+    query: Integer[ArrayLike, "*#batch Nq d"], key: Integer[ArrayLike, "*#batch Nk d"]
+) -> Int32[Array, "*batch Nq Nk"]:
+    r"""The scores of adder attention of bytes, without their sign: exact integers.
+
+    .. math:: s_{ij} = \sum_c |q_{ic} - k_{jc}|
+
+    Args:
+      query: any leading axes, broadcast against those of `key`. uint8, or int8.
+      key: of the same dtype.
+
+    Raises:
+      ValueError: if the shapes do not fit, or d is over 2²³.
+      TypeError: if query and key are not both of uint8 or both of int8.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from adder_flax import ops
+      >>> query, key = jnp.array([[0, 0], [1, 1]], jnp.int8), jnp.array([[-128, 3]], jnp.int8)
+      >>> print(ops.sad_scores(query, key).T)
+      [[131 131]]
+    """
+    _check_alike("query", query, "key", key)
+    query, key = _as_bytes("query", query), _as_bytes("key", key)
+    try:
+        batch = jnp.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+    except ValueError:
+        batch = None
+    if batch is None or min(query.ndim, key.ndim) < 2 or query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            "expected query of shape (..., Nq, d) and key of shape (..., Nk, d) with the same d "
+            f"and leading axes that broadcast; got {query.shape} and {key.shape}; heads go before "
+            "positions: (batch, heads, positions, d)"
+        )
+
+    def scores(*pair):
+        pair = [jnp.broadcast_to(a, (*batch, *a.shape[-2:])) for a in pair]
+        return call(resolve_backend(jnp.float32), "sad", *pair)
+
+    def named(ndim, last):
+        return [*(f"b{axis}" for axis in range(ndim - 2, 0, -1)), *last]
+
+    axes = [named(query.ndim, "mk"), named(key.ndim, "nk")]
+    return keep_explicit_axes(scores, [query, key], axes, named(len(batch) + 2, "mn"))
+
+
+def _check_alike(name, array, other_name, other):
+    if (dtype := jnp.result_type(array)) != jnp.result_type(other):
+        raise TypeError(
+            f"expected `{name}` and `{other_name}` both of uint8 or both of int8; got {dtype} and "
+            f"{jnp.result_type(other)}; round both on one scale, as adder_flax.quantized does"
+        )
+
+
+def _as_bytes(name: str, array) -> jax.Array:
+    """Returns an array of bytes as uint8, int8 shifted by 128."""
+    array = jnp.asarray(array)
+    if array.dtype not in (jnp.uint8, jnp.int8):
+        raise TypeError(
+            f"expected `{name}` in uint8 or int8; got {array.dtype}; round it first, as "
+            "adder_flax.quantized.quantize does"
+        )
+    terms = array.shape[0 if name == "w" else -1] if array.ndim else 0
+    if terms > MOST_TERMS:
+        raise ValueError(
+            f"expected sums of at most 2**23 = {MOST_TERMS} bytes, which fit into int32; got "
+            f"{terms} in `{name}`; cut the sum into parts"
+        )
+    if array.dtype == jnp.int8:
+        return jax.lax.bitcast_convert_type(array, jnp.uint8) ^ jnp.uint8(128)
+    return array

@@ -1,0 +1,75 @@
+"""`layers.AdderLinear` in few bits."""
+
+from typing import Any
+
+import flax.nnx as nnx
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8
+
+from adder_flax import layers
+from adder_flax.quantized._adder import AdderWeights, adder_linear, calibrate, quantize_weights
+
+
+class AdderLinear(nnx.Module):
+    """An adder layer whose sums are integers, for inference: it has no gradient by its inputs.
+
+    Args:
+      weights: from `quantize_weights`.
+      norm: behind the sums, or None.
+      bias: added to the sums where there is no norm, or None.
+      dtype: of the normalised output.
+
+    >>> layer = layers.AdderLinear(8, 4, rngs=nnx.Rngs(0))
+    >>> x = nnx.Rngs(1).normal((100, 8))
+    >>> bool(jnp.allclose(AdderLinear.from_layer(layer, x)(x), layer(x), atol=0.1))
+    True
+    """
+
+    def __init__(
+        self,
+        weights: AdderWeights,
+        *,
+        norm: layers.LayerNorm | None = None,
+        bias: Float[Array, " out_features"] | None = None,
+        dtype: DTypeLike = jnp.float32,
+    ):
+        self.weights = nnx.data(weights)
+        self.norm = nnx.data(norm)
+        self.bias = nnx.data(bias)
+        self.dtype = dtype
+
+    @classmethod
+    def from_layer(
+        cls, layer: layers.AdderLinear, inputs: Float[Array, "*batch in_features"], **options: Any
+    ) -> "AdderLinear":
+        """Returns a trained layer in few bits; what stands behind its sums stays as it is.
+
+        Args:
+          layer: which is not changed.
+          inputs: what it is called with on some training examples, for `calibrate`.
+          **options: of `calibrate`, such as `bits`.
+
+        Raises:
+          ValueError: the layer sums squares, or as `calibrate` says.
+        """
+        if not isinstance(layer.squared_share, float) or layer.squared_share:
+            raise ValueError(
+                f"expected a layer of absolute differences, got one with squared_share "
+                f"{layer.squared_share}; call set_squared_share(0.0) and train it so"
+            )
+        kernel = layer.kernel[...]
+        return cls(
+            quantize_weights(kernel, calibrate(inputs, kernel, **options)),
+            norm=None if layer.norm is None else nnx.clone(layer.norm),
+            bias=None if layer.bias is None else layer.bias[...],
+            dtype=kernel.dtype if layer.dtype is None else layer.dtype,
+        )
+
+    def __call__(
+        self, inputs: Float[Array, "*batch in_features"] | UInt8[Array, "*batch in_features"]
+    ) -> Float[Array, "*batch out_features"]:
+        sums = adder_linear(inputs, self.weights)
+        if self.norm is not None:
+            return self.norm(sums).astype(self.dtype)
+        return sums if self.bias is None else sums + self.bias

@@ -1,0 +1,254 @@
+"""Sums of absolute differences of bytes: the integers of NumPy in int64, on every backend."""
+
+import functools
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adder_flax import ops, own_cache
+from adder_flax.ops import _cpu
+from adder_flax.ops._backend import get_backend
+from adder_flax.ops._cuda import CudaBackend
+from adder_flax.ops._cuda import Tile as CudaTile
+from adder_flax.ops._primitive import call
+from tests.ops.cuda_on_host import CudaOnHost
+
+BACKENDS = {
+    "reference": get_backend("reference"),
+    "xla": get_backend("xla"),
+    "cpu_native": get_backend("cpu_native"),
+    "cuda on the host": CudaOnHost(tile=CudaTile(4, 4, 4, 8, 1.0)),
+    "without kernels for bytes": get_backend("pallas_tpu"),
+}
+if jax.default_backend() == "gpu":
+    BACKENDS["cuda"] = CudaBackend()
+
+
+def available(name):
+    if reason := BACKENDS[name].why_unavailable() if name == "cpu_native" else None:
+        pytest.skip(reason)
+    return BACKENDS[name]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return available(request.param)
+
+
+def truth(x, w):
+    """x (..., M, K) and w (..., N, K) in int64."""
+    x, w = np.asarray(x, np.int64), np.asarray(w, np.int64)
+    return np.abs(x[..., :, None, :] - w[..., None, :, :]).sum(-1)
+
+
+def random_bytes(seed, *shape, dtype=np.uint8):
+    limits = np.iinfo(dtype)
+    return np.random.default_rng(seed).integers(limits.min, limits.max + 1, shape, dtype)
+
+
+def check(backend, x, w):
+    got = jax.jit(functools.partial(call, backend, "sad"))(x, w)
+    assert got.dtype == jnp.int32
+    np.testing.assert_array_equal(got, truth(x, w))
+
+
+def random_shapes(count, seed=0):
+    """Batch, M, N, K: edges of tiles, panels and words, single ones included."""
+    rng = np.random.default_rng(seed)
+    return [tuple(map(int, rng.integers(1, [4, 15, 40, 70]))) for _ in range(count)]
+
+
+# Each shape is a program of its own, which the host's compiler takes two seconds for.
+@pytest.mark.parametrize("shape", random_shapes(5))
+def test_every_backend_sums_random_bytes(backend, shape):
+    batch, m, n, k = shape
+    check(backend, random_bytes(1, batch, m, k), random_bytes(2, batch, n, k))
+
+
+@pytest.mark.slow
+def test_ten_thousand_random_cases(backend):
+    count = 8 if isinstance(backend, CudaOnHost) else 40
+    for seed, (_, m, n, k) in enumerate(random_shapes(count, seed=1)):
+        members = 10_000 // count
+        x, w = random_bytes(seed, members, m, k), random_bytes(-seed % 97, members, n, k)
+        check(backend, x, w)
+
+
+@pytest.mark.parametrize("k", [1, 1500, 5000])
+def test_the_farthest_bytes_in_sums_of_several_pieces(backend, k):
+    x, w = np.zeros((1, 3, k), np.uint8), np.full((1, 2, k), 255, np.uint8)
+    check(backend, x, w)
+    w[0, 1] = random_bytes(3, k)
+    check(backend, x, w)
+
+
+@pytest.mark.parametrize("empty", ["b", "m", "n", "k"])
+def test_no_members_rows_columns_or_terms(backend, empty):
+    size = {"b": 2, "m": 3, "n": 4, "k": 5} | {empty: 0}
+    b, m, n, k = size.values()
+    check(backend, np.ones((b, m, k), np.uint8), np.zeros((b, n, k), np.uint8))
+
+
+@pytest.mark.parametrize("name", ["xla", "cpu_native"])
+def test_the_longest_sum_still_fits(name):
+    k = 2**23
+    check(available(name), np.zeros((1, 1, k), np.uint8), np.full((1, 1, k), 255, np.uint8))
+
+
+def test_many_terms_are_shared_out_over_threads():
+    for batch, m, n in [(3, 200, 197), (1, 2000, 7), (1, 7, 2000)]:
+        check(
+            available("cpu_native"), random_bytes(1, batch, m, 193), random_bytes(2, batch, n, 193)
+        )
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8])
+def test_matmul_takes_both_kinds_of_bytes_packed_or_not(dtype):
+    x, w = random_bytes(1, 2, 5, 19, dtype=dtype), random_bytes(2, 19, 7, dtype=dtype)
+    expected = truth(x, w.T)
+    packed = ops.sad_pack(w)
+    for function in (ops.sad_matmul, jax.jit(ops.sad_matmul)):
+        np.testing.assert_array_equal(function(x, w), expected)
+        np.testing.assert_array_equal(function(x, packed), expected)
+    inside = jax.jit(lambda x, w: ops.sad_matmul(x, ops.sad_pack(w)))
+    np.testing.assert_array_equal(inside(x, w), expected)
+    np.testing.assert_array_equal(ops.sad_matmul(x[0, 0], packed), expected[0, 0])
+    assert jax.eval_shape(ops.sad_matmul, x, packed) == jax.ShapeDtypeStruct((2, 5, 7), jnp.int32)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8])
+def test_scores_broadcast_over_leading_axes(dtype):
+    query = random_bytes(1, 2, 3, 17, 24, dtype=dtype)
+    key = random_bytes(2, 3, 29, 24, dtype=dtype)
+    np.testing.assert_array_equal(ops.sad_scores(query, key), truth(query, key))
+
+
+def test_one_operand_is_shared_along_a_mapped_axis(backend):
+    x, w = random_bytes(1, 2, 4, 3, 9), random_bytes(2, 4, 6, 9)
+    of_pairs = functools.partial(call, backend, "sad")
+    got = jax.jit(jax.vmap(of_pairs, in_axes=(0, None)))(x, w)
+    np.testing.assert_array_equal(got, truth(x, w))
+    got = jax.jit(jax.vmap(of_pairs, in_axes=(None, 2), out_axes=1))(w, x.transpose(1, 2, 0, 3))
+    np.testing.assert_array_equal(got.swapaxes(0, 1), truth(w, x))
+
+
+def test_xla_holds_nothing_of_the_size_of_all_terms():
+    types = jax.ShapeDtypeStruct((512, 512), jnp.uint8)
+    with ops.use_backend("xla"):
+        compiled = jax.jit(ops.sad_matmul).lower(types, types).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 16 * 512 * 512
+
+
+def test_nothing_flows_back_through_bytes():
+    def loss(x):
+        return ops.sad_matmul(jnp.round(x).astype(jnp.uint8), jnp.ones((3, 2), jnp.uint8)).sum() * x
+
+    np.testing.assert_array_equal(jax.grad(lambda x: loss(x).sum())(jnp.full(3, 4.0)), [18.0] * 3)
+
+
+BYTES = jax.ShapeDtypeStruct((2, 3), jnp.uint8)
+FLOATS = jax.ShapeDtypeStruct((3, 4), jnp.float32)
+REFUSED = {
+    "floats": (TypeError, ops.sad_matmul, FLOATS, FLOATS, "got float32; round it first"),
+    "floats and bytes": (TypeError, ops.sad_matmul, BYTES, FLOATS, "got uint8 and float32"),
+    "two kinds": (TypeError, ops.sad_scores, BYTES, jax.ShapeDtypeStruct((4, 3), jnp.int8), "int8"),
+    "widths": (ValueError, ops.sad_matmul, BYTES, BYTES, r"got \(2, 3\) and \(2, 3\)"),
+    "heads": (ValueError, ops.sad_scores, BYTES, BYTES.update(shape=(2, 4)), "the same d"),
+    "no matrix": (ValueError, ops.sad_matmul, BYTES, BYTES.update(shape=(3,)), r"shape \(K, N\)"),
+    "long": (
+        *(ValueError, ops.sad_matmul),
+        *(BYTES.update(shape=(1, 2**23 + 1)), BYTES.update(shape=(2**23 + 1, 1))),
+        "at most 2.*8388609",
+    ),
+}
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_says_why(case):
+    error, function, x, w, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        jax.eval_shape(function, x, w)
+
+
+# -------------------------------------------------------------------------------------------------
+# The native kernel for processors that need not be at hand
+# -------------------------------------------------------------------------------------------------
+
+SIMDE = Path("/usr/include/simde/x86/avx512.h")
+TARGETS = {
+    "SSE2": ["g++", "-march=x86-64"],
+    "AVX2": ["g++", "-mavx2"],
+    "AVX-512": ["g++", "-mavx512bw"],
+    "AVX-512 by SIMDe": ["g++", "-include", str(Path(__file__).with_name("avx512_by_simde.h"))],
+    "no vectors": ["c++", "-U__SSE2__", "-U__aarch64__"],
+    "NEON": ["aarch64-linux-gnu-g++", "-static"],
+}
+
+
+def _runs(name):
+    """Whether what a target's compiler makes can be run here, itself or in an emulator."""
+    if shutil.which(TARGETS[name][0]) is None:
+        return False
+    if name == "NEON":
+        return shutil.which("qemu-aarch64") is not None
+    if name == "no vectors":
+        return True
+    flags = own_cache.processor()
+    needed = {"AVX2": r"\bavx2\b", "AVX-512": r"\bavx512bw\b"}.get(name, "")
+    simde = name != "AVX-512 by SIMDe" or SIMDE.exists()
+    return platform.machine() == "x86_64" and simde and re.search(needed, flags) is not None
+
+
+def _compiled(name, path, *options):
+    source = Path(__file__).with_name("sad_emulated.cc")
+    includes = [f"-I{jax.ffi.include_dir()}", f"-I{Path(_cpu.__file__).parent}"]
+    compiler, *flags = TARGETS[name]
+    command = [compiler, "-std=gnu++17", "-O3", *flags, *includes, str(source), *options]
+    return subprocess.run([*command, "-o", str(path)], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def program(request, tmp_path_factory):
+    if not _runs(request.param):
+        pytest.skip(f"needs a processor with {request.param}, or its compiler and emulator")
+    path = tmp_path_factory.mktemp("sad") / "program"
+    _compiled(request.param, path)
+    return ["qemu-aarch64", path] if request.param == "NEON" else [path]
+
+
+@pytest.mark.parametrize("program", TARGETS, indirect=True)
+@pytest.mark.parametrize("cases", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_the_code_of_a_processor_computes_the_formula(program, cases):
+    done = subprocess.run([*program, str(cases)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == f"{cases} cases agree\n"
+
+
+def _functions_of(path):
+    command = ["objdump", "--disassemble", "--no-show-raw-insn", str(path)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return re.findall(r"<(\S+)>:\n(.*?)(?:\n\n|\Z)", text, re.DOTALL)
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or None in (shutil.which("g++"), shutil.which("objdump")),
+    reason="needs g++, whose code this is about, on x86, and objdump",
+)
+@pytest.mark.parametrize(("name", "distances"), [("SSE2", 12), ("AVX2", 12), ("AVX-512", 24)])
+def test_the_inner_loop_holds_its_sums_in_registers(tmp_path, name, distances):
+    _compiled(name, tmp_path / "code.o", "-fPIC", "-c")
+    (code,) = (code for title, code in _functions_of(tmp_path / "code.o") if "SumTile" in title)
+    lines = code.splitlines()
+    of_bytes = [i for i, line in enumerate(lines) if "psadbw" in line]
+    loop = lines[of_bytes[0] : of_bytes[-1]]
+    assert len(of_bytes) == distances
+    assert sum("paddq" in line for line in loop) > 0.8 * distances
+    assert not [line for line in loop if "(%rsp" in line or "call" in line]
