@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 LENGTHS = tuple(2.0**power for power in range(-6, 5))
 """Of a step, in units of its own, among which its best is looked for."""
+_LEAST = 1e-30
 
 
 def _log_softmax_loss(z: Array, target: Array) -> Array:
@@ -124,7 +125,8 @@ class Compared:
       cosine: of the angle between the two.
       length_ratio: ‖update‖ / ‖oracle's‖.
       predicted, predicted_oracle: what `Oracle.predicted` says of each, negative for a decrease.
-      share: of the oracle's predicted decrease; below 0 where the update is too long.
+      share: of the oracle's predicted decrease; below 0 where the update is too long, NaN where
+        there is none.
       best_share: the same at the length that is best for the update: its direction's share, in [0,
         1].
     """
@@ -257,7 +259,9 @@ def layerwise_step(
     with jax.enable_x64(True):
         for name, layer in layers.items():
             size = len(layer.matrix)
-            gamma = damping * (np.trace(layer.matrix) / size if relative else 1.0)
+            # A layer that is saturated has no curvature, and no gradient: its step is 0.
+            scale = max(np.trace(layer.matrix) / size, _LEAST) if relative else 1.0
+            gamma = damping * scale
             factor = jax.scipy.linalg.cho_factor(layer.matrix + gamma * np.eye(size), lower=True)
             step = -np.asarray(jax.scipy.linalg.cho_solve(factor, layer.gradient))
             if not np.isfinite(step).all():
@@ -300,8 +304,8 @@ def _compared(oracle: Oracle, names: Sequence[str], updates: Sequence[np.ndarray
         length_ratio=float(lengths[0] / max(lengths[1], tiny)),
         predicted=predicted,
         predicted_oracle=least,
-        share=predicted / min(least, -tiny),
-        best_share=best / min(least, -tiny),
+        share=predicted / least if least < 0 else math.nan,
+        best_share=best / least if least < 0 else math.nan,
     )
 
 

@@ -100,6 +100,15 @@ def test_a_matrix_that_is_singular_is_refused(problem):
         oracle.layerwise_step(layers, -1.0)
 
 
+def test_a_layer_without_curvature_stands_still():
+    layer = oracle.LayerCurvature({"kernel": (2,)}, np.zeros((2, 2)), np.zeros(2))
+    found = oracle.layerwise_step({"kernel": layer}, 0.1, relative=True)
+    np.testing.assert_array_equal(found.steps["kernel"], 0)
+    (row, _) = oracle.compare_step({"kernel": np.zeros(2)}, found)
+    assert row.cosine == 0
+    assert np.isnan([row.share, row.best_share]).all()
+
+
 def test_one_step_without_damping_reaches_least_squares():
     draw = np.random.default_rng(2).normal
     x, y, params = draw(size=(20, 3)), draw(size=(20, 2)), {"kernel": draw(size=(3, 2))}
