@@ -46,7 +46,7 @@ from kfac import oracle
 POINTS = (0, 10, 30, 100)
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # relative, of the oracle that steps are compared with
 LENGTHS = (0.25, 0.5, 1.0, 2.0)
-_ADAM = tuple({"learning_rate": rate} for rate in (1e-3, 3e-3, 1e-2, 3e-2, 2e-3, 6e-3))
+_ADAM = tuple({"learning_rate": rate} for rate in (1e-2, 3e-2, 1e-1, 3e-3, 1e-3, 3e-1))
 _LARGER = tuple({"learning_rate": 3 * trial["learning_rate"]} for trial in _ADAM)
 
 
@@ -208,13 +208,15 @@ def steps_to(losses: Sequence[float], target: float) -> float | None:
     return float(after - 1 + logs[after - 1] / (logs[after - 1] - logs[after]))
 
 
-def share_of_gap(steps: float | None, adamw: float, oracles: float) -> float | None:
+def share_of_gap(steps: float | None, adamw: float | None, oracles: float | None) -> float | None:
     """Returns the share of AdamW's distance to the oracle, in steps, that an arm closes.
 
     >>> share_of_gap(55.0, 100.0, 10.0)
     0.5
     """
-    return None if steps is None else (adamw - steps) / (adamw - oracles)
+    if steps is None or adamw is None or oracles is None:
+        return None
+    return (adamw - steps) / (adamw - oracles)
 
 
 def kind_of(layer: str) -> str:
@@ -254,9 +256,10 @@ def measure(name: str, steps: int, trials: int) -> list[dict[str, Any]]:
     arms.append({"arm": "oracle", "chosen": chosen, "losses": followed[best]})
     for record in arms:
         record |= {"target": target, "steps": steps_to(record["losses"], target)}
-        record["share_of_gap"] = share_of_gap(
-            record["steps"], arms[0]["steps"], arms[-1]["steps"] or np.inf
-        )
+        record |= {"examples": config.batch_size, "trials": trials}
+    ends = arms[0]["steps"], arms[-1]["steps"]
+    for record in arms:
+        record["share_of_gap"] = share_of_gap(record["steps"], *ends)
     compared = [
         {"arm": arm, "step": step} | row
         for step in POINTS
@@ -293,6 +296,13 @@ def as_table(frame: pd.DataFrame) -> Table:
     return Table([str(frame.index.name), *frame.columns], lines)
 
 
+def _told(fields: dict[str, Any]) -> str:
+    last = {name.rpartition(".")[2]: value for name, value in fields.items()}
+    numbers = {n: v for n, v in last.items() if isinstance(v, float) and n not in ("b1", "b2")}
+    name = [last["name"]] if "name" in last else []
+    return ", ".join([*name, *(f"{n.replace('_', ' ')} {v:g}" for n, v in numbers.items())])
+
+
 def arms_table(arms: pd.DataFrame) -> Table:
     """Returns a row for each arm: steps, share of the gap, loss at its end, and its settings."""
     told = lambda form: lambda x: "not reached" if pd.isna(x) else format(x, form)
@@ -301,9 +311,7 @@ def arms_table(arms: pd.DataFrame) -> Table:
         "steps to the target": shown["steps"].map(told(".1f")),
         "share of the gap": shown["share_of_gap"].map(told(".2f")),
         "last loss": shown["losses"].map(lambda losses: f"{losses[-1]:.3g}"),
-        "best of its trials": shown["chosen"].map(
-            lambda fields: ", ".join(f"{k.rpartition('.')[2]} {v}" for k, v in fields.items())
-        ),
+        "best of its trials": shown["chosen"].map(_told),
     }
     return as_table(pd.DataFrame(columns))
 
@@ -312,7 +320,7 @@ def steps_table(rows: pd.DataFrame) -> Table:
     """Returns a row for each arm: all layers together, at each of the points."""
     whole = rows[rows["name"] == "all layers"]
     whole = whole.assign(true=whole["decrease"] / whole["decrease_oracle"])
-    points = ", ".join(map(str, whole["step"].unique()))
+    points = ", ".join(map(str, whole["step"].astype(int).unique()))
     titles = {"cosine": "cosine", "best_share": "predicted decrease", "true": "true decrease"}
     found = whole.groupby("arm", sort=False)[[*titles]].agg(
         lambda v: ", ".join(map("{:.2f}".format, v))
@@ -342,7 +350,7 @@ def page(records: Sequence[dict]) -> str:
     for name, own in pd.DataFrame(records).groupby("network", sort=False):
         arms, rows = own[own["losses"].notna()], own[own["cosine"].notna()]
         rivals = arms[~arms["arm"].isin(["adamw", "oracle"])]
-        best = rivals.sort_values("steps").iloc[0]
+        best, of = rivals.sort_values("steps").iloc[0], arms.iloc[0]
         steps = arms.set_index("arm")["steps"]
         findings.append(
             f"**{name}: {best['arm']} closes {100 * best['share_of_gap']:.0f} % of the gap between "
@@ -351,7 +359,10 @@ def page(records: Sequence[dict]) -> str:
         )
         sections += [
             Heading(2, str(name)),
-            Paragraph(f"Target: a loss of {arms['target'].iloc[0]:.4g}, where AdamW ends."),
+            Paragraph(
+                f"{of['examples']:.0f} images, {len(of['losses']) - 1} steps, {of['trials']:.0f} "
+                f"trials an arm. Target: a loss of {of['target']:.4g}, where AdamW ends."
+            ),
             arms_table(arms),
             Paragraph(
                 "The arm's next step beside the oracle's, all layers together. Decreases are "
@@ -403,21 +414,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--networks", default="vit,autoencoder")
+    parser.add_argument("--networks", default="vit,autoencoder", help="none: the page alone")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--trials", type=int, default=4, help="of each arm, at most 6")
     parser.add_argument("--out", default="results/oracle_digits")
     flags = parser.parse_args(arguments)
-    networks, out = flags.networks.split(","), Path(flags.out)
+    networks, out = [name for name in flags.networks.split(",") if name], Path(flags.out)
     path = out / "records.jsonl"
     old = [json.loads(line) for line in path.open()] if path.exists() else []
     records = [record for record in old if record["network"] not in networks]
     with training.OPTIMIZERS.temporary():
         for gamma in (1e-2, 1e-1):
             build_it = functools.partial(_algorithm_1, gamma)
-            training.OPTIMIZERS.register(
-                f"algorithm_1 of damping {gamma}", build_it, origin=gamma
-            )
+            training.OPTIMIZERS.register(f"algorithm_1 of damping {gamma}", build_it, origin=gamma)
         for name in networks:
             records += measure(name, flags.steps, flags.trials)
     out.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ def softmax(z):
 def by_hand(params, x, labels):
     """Blocks and gradients of the net with softmax cross-entropy, example by example, in NumPy."""
     a, bias, b = params["a"]["kernel"], params["a"]["bias"], params["b"]["kernel"]
-    sums = {"a": [0, 0], "b": [0, 0]}
+    sums: dict[str, list] = {"a": [0, 0], "b": [0, 0]}
     for row, label in zip(x, labels, strict=True):
         h = np.tanh(row @ a + bias)
         p = softmax(h @ b)
