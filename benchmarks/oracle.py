@@ -399,7 +399,9 @@ def figure(records: Sequence[dict]) -> Any:
         right.set(xscale="symlog", yscale="log")
         style.dress(left, xlabel="step", ylabel="loss of all examples", title=name)
         style.dress(right, xlabel="step", ylabel="share of the oracle's predicted decrease")
-        style.legend(left)
+        left.set_xlim(left=0)
+        handles, _ = left.get_legend_handles_labels()
+        style.legend(right, handles=handles, loc="center left", bbox_to_anchor=(1, 0.5))
     return drawn
 
 
