@@ -9,6 +9,8 @@ best of its trials by the loss of all examples at the end. The target is AdamW's
 steps to it are interpolated in the logarithm of the loss. The oracle tries a fourth of, just and
 four times its last relative damping, each at four lengths, and takes the lowest loss
 (Levenberg-Marquardt by trying); it has two trials, of the damping that it begins with.
+It is one seed: a description, no verdict. A rate at the end of its range, as AdamW's may be, says
+that more trials would help that arm.
 
 The share of the gap is (steps of AdamW − steps of the arm) / (steps of AdamW − steps of the
 oracle). Along each arm's best run its next step is compared with the oracle's of the same
