@@ -1,0 +1,444 @@
+"""How far optimizers are from the oracle: the exact layerwise Gauss-Newton step of `kfac.oracle`.
+
+    python -m benchmarks.oracle  # writes results/oracle_digits, three minutes of two busy cores
+    python -m benchmarks.oracle --networks=vit --trials=3 --steps=100 --out=runs/oracle  # longer
+
+Every arm sees all examples at every step, without augmentation, decay or clipping by norm, and
+follows a cosine without warm-up: what differs is what it makes of the same gradient. An arm is the
+best of its trials by the loss of all examples at the end. The target is AdamW's loss at the end;
+steps to it are interpolated in the logarithm of the loss. The oracle tries a fourth of, just and
+four times its last relative damping, each at four lengths, and takes the lowest loss
+(Levenberg-Marquardt by trying); it has two trials, of the damping that it begins with.
+It is one seed: a description, no verdict. A rate at the end of its range, as AdamW's may be, says
+that more trials would help that arm.
+
+The share of the gap is (steps of AdamW − steps of the arm) / (steps of AdamW − steps of the
+oracle). Along each arm's best run its next step is compared with the oracle's of the same
+parameters, at that of four relative dampings, 1e-3 to 1, with the lowest loss. The argument of
+--networks may also be an experiment of your own; layers of more than two thousand parameters take
+minutes a step.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import pandas as pd
+from flax import nnx
+
+import kfac
+from adder_flax import experiment, ops, training
+from adder_flax.compare.blocks import Heading, Paragraph, Table, as_markdown
+from adder_flax.experiments import autoencoder, common
+from adder_flax.report import _style as style
+from adder_flax.training.sharding import put_batch
+from benchmarks.train_step import NO_AUGMENTATION
+from kfac import oracle
+
+POINTS = (0, 10, 30, 100)
+DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # relative, of the oracle that steps are compared with
+LENGTHS = (0.25, 0.5, 1.0, 2.0)
+_ADAM = tuple({"learning_rate": rate} for rate in (1e-2, 3e-2, 1e-1, 3e-3, 1e-3, 3e-1))
+_LARGER = tuple({"learning_rate": 3 * trial["learning_rate"]} for trial in _ADAM)
+
+
+_CLIPS = tuple(itertools.product((1.0, 0.1), (3e-2, 3e-1, 3e-3)))
+
+
+def _clipped(name: str) -> tuple[dict[str, Any], ...]:
+    of = {"name": name, "learning_rate": 1e-2, f"{name}.step": "clip"}
+    return tuple(of | {f"{name}.damping": d, f"{name}.kl_clip": c} for d, c in _CLIPS)
+
+
+ARMS: dict[str, tuple[dict[str, Any], ...]] = {
+    "adamw": _ADAM,
+    "muon": _LARGER,
+    "soap": tuple(trial | {"b1": 0.95, "b2": 0.95} for trial in _ADAM),
+    "kl_shampoo": tuple(trial | {"b2": 0.98} for trial in _ADAM),
+    "kfac, rms": tuple({"name": "kfac"} | trial for trial in _LARGER),
+    "kfac, clip": _clipped("kfac"),
+    "cg_fac": _clipped("cg_fac"),
+    "algorithm_1": tuple(
+        {"name": f"algorithm_1 of damping {gamma}", "learning_rate": rate}
+        for gamma, rate in itertools.product((1e-2, 1e-1), (0.3, 1.0, 0.1))
+    ),
+}
+ORACLE_DAMPINGS = (1e-2, 1.0)
+
+
+class Network(NamedTuple):
+    """A network with all of its examples, in float64.
+
+    Attributes:
+      run: of AdamW.
+      outputs, x, targets, likelihood: as `kfac.oracle` takes them.
+    """
+
+    run: training.Run
+    outputs: Callable
+    x: jax.Array
+    targets: jax.Array
+    likelihood: str
+
+    def loss(self, params: Any) -> float:
+        return oracle.mean_loss(self.outputs, params, self.x, self.targets, self.likelihood)
+
+    def curvature(self, params: Any) -> dict[str, oracle.LayerCurvature]:
+        problem = self.outputs, params, self.x, self.targets, self.likelihood
+        return oracle.layerwise_curvature(*problem)
+
+
+def make_config(name: str) -> ml_collections.ConfigDict:
+    """Returns the small network of this name, or an experiment's, with all examples in a step."""
+    if name == "vit":
+        config = common.deit("multiplicative", "tiny")
+        config.model.update(width=16, num_heads=2, depth=2, mlp_ratio=2.0)
+        config.data.train_split = "train[:50%]"
+    elif name == "autoencoder":
+        config = autoencoder.get_config()
+        config.model.widths = "12,4"
+        # An image has 64 outputs, hence 64 rows of curvature.
+        config.data.train_split = "train[:25%]"
+    else:
+        config = experiment.load_experiment(name)
+    if config.task.name == "classification":
+        config.model.drop_path_rate = 0.0
+        config.task.update(**NO_AUGMENTATION, resized_crop_scale=(), label_smoothing=0.0)
+    config.batch_size = len(training.build_run(config).train_source)
+    return config
+
+
+def build(config: ml_collections.ConfigDict, steps: int, fields: dict[str, Any]) -> training.Run:
+    """Returns the run of so many steps with these fields of its optimizer."""
+    config = ml_collections.ConfigDict(config.to_dict())
+    config.num_epochs = float(steps)
+    plain = dict(warmup_epochs=0.0, weight_decay=0.0, clip_norm=0.0, final_learning_rate=0.0)
+    config.optimizer.update_from_flattened_dict(plain | fields)
+    return training.build_run(config)
+
+
+def make_network(run: training.Run) -> Network:
+    """Returns the network of a run in float64."""
+    model = run.program.build_model(run.numbers)
+    for _, module in nnx.iter_modules(model):
+        if getattr(module, "dtype", None) is not None:
+            module.dtype = jnp.dtype(jnp.float64)
+    graphdef, _ = nnx.split(model, nnx.Param)
+    batch = run.batches()[0]
+    (x,) = run.task.inputs(batch)
+    labels = batch.get("label") if run.task.likelihood == "categorical" else None
+    targets = x.reshape(len(x), -1) if labels is None else labels
+
+    def outputs(params: Any, x: Any) -> jax.Array:
+        with ops.use_backend("xla"):
+            return nnx.merge(graphdef, params)(x).reshape(len(x), -1)
+
+    return Network(run, outputs, x, jnp.asarray(targets), run.task.likelihood)
+
+
+def train(run: training.Run, network: Network) -> tuple[list[float], dict[int, Any]]:
+    """Returns the losses of all examples, and at `POINTS` the parameters and what was added."""
+    state, points, losses = run.init(), {}, []
+    batch = put_batch(run.batches()[0], run.mesh)
+    for step in range(run.num_steps):
+        before = jax.tree.map(np.array, state["params"]) if step in POINTS else None
+        with jax.set_mesh(run.mesh):
+            state, metrics = run.train_step(state, batch, run.hyper)
+        losses.append(metrics["loss"])
+        if before is not None:
+            update = jax.tree.map(lambda new, old: np.array(new) - old, state["params"], before)
+            points[step] = before, update
+    return [float(f"{x:.6g}") for x in (*losses, network.loss(state["params"]))], points
+
+
+class Tried(NamedTuple):
+    """An oracle's step at the length with the lowest loss."""
+
+    loss: float
+    damping: float
+    length: float
+    step: oracle.Oracle
+
+
+def best_step(network: Network, params: Any, dampings: Sequence[float]) -> Tried:
+    """Returns the oracle's step of the damping and length with the lowest loss."""
+    layers, tried = network.curvature(params), []
+    for damping in dampings:
+        step = oracle.layerwise_step(layers, damping, relative=True)
+        length, loss = oracle.best_length(network.loss, params, step.update(params), LENGTHS)
+        tried.append(Tried(loss, damping, length, step))
+    return min(tried, key=lambda each: each.loss)
+
+
+def follow_oracle(network: Network, damping: float, target: float, most: int) -> list[float]:
+    """Takes the oracle's own steps until the target, and returns the losses."""
+    params = jax.tree.map(np.array, network.run.init()["params"])
+    losses = [network.loss(params)]
+    while losses[-1] > target and len(losses) <= most:
+        found = best_step(network, params, [damping / 4, damping, 4 * damping])
+        damping = found.damping
+        if found.loss < losses[-1]:
+            update = found.step.update(params)
+            params = jax.tree.map(lambda p, u, s=found.length: p + s * u, params, update)
+        losses.append(min(found.loss, losses[-1]))
+    return [float(f"{loss:.6g}") for loss in losses]
+
+
+def steps_to(losses: Sequence[float], target: float) -> float | None:
+    """Returns the step at which losses are first at the target, interpolated in their logarithm.
+
+    >>> steps_to([8.0, 4.0, 1.0], 2.0), steps_to([8.0, 4.0], 2.0)
+    (1.5, None)
+    """
+    logs = np.log(losses) - np.log(target)
+    reached = np.flatnonzero(logs <= 1e-12)
+    if not reached.size:
+        return None
+    after = int(reached[0])
+    if after == 0:
+        return 0.0
+    return float(after - 1 + logs[after - 1] / (logs[after - 1] - logs[after]))
+
+
+def share_of_gap(steps: float | None, adamw: float | None, oracles: float | None) -> float | None:
+    """Returns the share of AdamW's distance to the oracle, in steps, that an arm closes.
+
+    >>> share_of_gap(55.0, 100.0, 10.0)
+    0.5
+    """
+    if steps is None or adamw is None or oracles is None:
+        return None
+    return (adamw - steps) / (adamw - oracles)
+
+
+def kind_of(layer: str) -> str:
+    """Returns the layer's name without the number of its block.
+
+    >>> kind_of("blocks/1/attention/qkv"), kind_of("encoder/0"), kind_of("head")
+    ('blocks/attention/qkv', 'encoder/0', 'head')
+    """
+    head, _, rest = layer.partition("/")
+    number, _, rest = rest.partition("/")
+    return f"{head}/{rest}" if number.isdigit() and rest else layer
+
+
+def measure(name: str, steps: int, trials: int) -> list[dict[str, Any]]:
+    """Returns the records of one network: a line an arm, and a line a layer of a compared step."""
+    config = make_config(name)
+    network = make_network(build(config, steps, {"name": "adamw"}))
+    arms, kept = [], {}
+    for arm, choices in ARMS.items():
+        begun, tried = time.perf_counter(), []
+        for fields in choices[:trials]:
+            losses, points = train(build(config, steps, {"name": arm} | fields), network)
+            tried.append((np.nan_to_num(losses[-1], nan=np.inf), losses, fields, points))
+        _, losses, fields, kept[arm] = min(tried, key=lambda each: each[0])
+        arms.append({"arm": arm, "chosen": fields, "losses": losses})
+        seconds = time.perf_counter() - begun
+        print(f"{name}, {arm}: {losses[-1]:.4g} with {fields}, {seconds:.0f} s", flush=True)
+    target = arms[0]["losses"][-1]
+    followed, most = [], steps
+    for damping in ORACLE_DAMPINGS:
+        followed.append(follow_oracle(network, damping, target, most))
+        most = len(followed[-1]) - 1  # more would not be the best
+    reached = [steps_to(losses, target) or np.inf for losses in followed]
+    best = int(np.argmin(reached))
+    print(f"{name}, oracle: {reached} steps, {time.perf_counter() - begun:.0f} s", flush=True)
+    chosen = {"damping": ORACLE_DAMPINGS[best]}
+    arms.append({"arm": "oracle", "chosen": chosen, "losses": followed[best]})
+    for record in arms:
+        record |= {"target": target, "steps": steps_to(record["losses"], target)}
+        record |= {"examples": config.batch_size, "trials": trials}
+    ends = arms[0]["steps"], arms[-1]["steps"]
+    for record in arms:
+        record["share_of_gap"] = share_of_gap(record["steps"], *ends)
+    compared = [
+        {"arm": arm, "step": step} | row
+        for step in POINTS
+        if step < steps
+        for arm, row in compare(network, {arm: points[step] for arm, points in kept.items()})
+    ]
+    return [{"network": name} | record for record in (*arms, *compared)]
+
+
+def compare(
+    network: Network, taken: dict[str, tuple[Any, Any]]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the rows of `kfac.oracle.compare_step`, the last of an arm with what the loss does.
+
+    Args:
+      network: whose steps these are.
+      taken: arm → parameters, and what its optimizer added to them.
+    """
+    found, of = None, {}
+    for arm, (params, update) in taken.items():
+        here = network.loss(params)
+        if found is None or here != of["loss"]:  # at the start all have the same parameters
+            found = best_step(network, params, DAMPINGS)
+            of = {"loss": here, "damping": found.damping, "decrease_oracle": here - found.loss}
+        *rows, whole = map(dataclasses.asdict, oracle.compare_step(update, found.step))
+        length, loss = oracle.best_length(network.loss, params, update)
+        whole |= of | {"best_length": length, "decrease": here - loss}
+        yield from ((arm, row) for row in (*rows, whole))
+
+
+def as_table(frame: pd.DataFrame) -> Table:
+    """Returns the table of a frame of text, its index the first column."""
+    lines = [[str(name), *row] for name, row in zip(frame.index, frame.values, strict=True)]
+    return Table([str(frame.index.name), *frame.columns], lines)
+
+
+def _told(fields: dict[str, Any]) -> str:
+    last = {name.rpartition(".")[2]: value for name, value in fields.items()}
+    numbers = {n: v for n, v in last.items() if isinstance(v, float) and n not in ("b1", "b2")}
+    name = [last["name"]] if "name" in last else []
+    return ", ".join([*name, *(f"{n.replace('_', ' ')} {v:g}" for n, v in numbers.items())])
+
+
+def arms_table(arms: pd.DataFrame) -> Table:
+    """Returns a row for each arm: steps, share of the gap, loss at its end, and its settings."""
+    told = lambda form: lambda x: "not reached" if pd.isna(x) else format(x, form)
+    shown = arms.sort_values("steps", na_position="last").set_index("arm")
+    columns = {
+        "steps to the target": shown["steps"].map(told(".1f")),
+        "share of the gap": shown["share_of_gap"].map(told(".2f")),
+        "last loss": shown["losses"].map(lambda losses: f"{losses[-1]:.3g}"),
+        "best of its trials": shown["chosen"].map(_told),
+    }
+    return as_table(pd.DataFrame(columns))
+
+
+def steps_table(rows: pd.DataFrame) -> Table:
+    """Returns a row for each arm: all layers together, at each of the points."""
+    whole = rows[rows["name"] == "all layers"]
+    whole = whole.assign(true=whole["decrease"] / whole["decrease_oracle"])
+    points = ", ".join(map(str, whole["step"].astype(int).unique()))
+    titles = {"cosine": "cosine", "best_share": "predicted decrease", "true": "true decrease"}
+    found = whole.groupby("arm", sort=False)[[*titles]].agg(
+        lambda v: ", ".join(map("{:.2f}".format, v))
+    )
+    return as_table(found.rename(columns={k: f"{v}, steps {points}" for k, v in titles.items()}))
+
+
+def layers_table(rows: pd.DataFrame, key: str) -> Table:
+    """Returns medians over blocks and points, a row for each kind of layer, a column an arm."""
+    of_layers = rows[rows["name"] != "all layers"]
+    of_layers = of_layers.assign(layer=of_layers["name"].map(kind_of))
+    found = of_layers.pivot_table(key, "layer", "arm", aggfunc="median", sort=False)
+    return as_table(found.map("{:.2g}".format))
+
+
+LAYERS = {
+    "best_share": "Share of the oracle's predicted decrease, at the step's best length:",
+    "share": "The same at its own length (below 0: too long):",
+    "length_ratio": "Length, in lengths of the oracle's step:",
+    "cosine": "Cosine to the oracle's step:",
+}
+
+
+def page(records: Sequence[dict]) -> str:
+    """Returns the page of the records, the finding first."""
+    findings, sections = [], []
+    for name, own in pd.DataFrame(records).groupby("network", sort=False):
+        arms, rows = own[own["losses"].notna()], own[own["cosine"].notna()]
+        rivals = arms[~arms["arm"].isin(["adamw", "oracle"])]
+        best, of = rivals.sort_values("steps").iloc[0], arms.iloc[0]
+        steps = arms.set_index("arm")["steps"]
+        findings.append(
+            f"**{name}: {best['arm']} closes {100 * best['share_of_gap']:.0f} % of the gap between "
+            f"AdamW and the oracle.** It takes {best['steps']:.0f} steps, AdamW "
+            f"{steps['adamw']:.0f}, the oracle {steps['oracle']:.0f}."
+        )
+        sections += [
+            Heading(2, str(name)),
+            Paragraph(
+                f"{of['examples']:.0f} images, {len(of['losses']) - 1} steps, {of['trials']:.0f} "
+                f"trials an arm. Target: a loss of {of['target']:.4g}, where AdamW ends."
+            ),
+            arms_table(arms),
+            Paragraph(
+                "The arm's next step beside the oracle's, all layers together. Decreases are "
+                "shares of the oracle's, each at its best length:"
+            ),
+            steps_table(rows),
+            Paragraph("By layer, medians over blocks and steps."),
+        ]
+        for key, title in LAYERS.items():
+            sections += [Paragraph(title), layers_table(rows, key)]
+    about = (__doc__ or "").split("\n\n", 2)[2].strip()
+    picture = "![losses, and shares of the oracle's decrease](oracle.svg)"
+    head = [Heading(1, "How far from the oracle"), *map(Paragraph, (*findings, picture))]
+    return as_markdown([*head, *sections, Heading(2, "How it was measured"), Paragraph(about)])
+
+
+def figure(records: Sequence[dict]) -> Any:
+    """Draws losses over steps, and the share of the oracle's decrease along each run."""
+    networks = list(dict.fromkeys(record["network"] for record in records))
+    drawn, axes = style.new_figure(10, 3.6 * len(networks), len(networks), 2)
+    for (left, right), name in zip(axes, networks, strict=True):
+        own = [record for record in records if record["network"] == name]
+        arms = [record["arm"] for record in own if "losses" in record]
+        for number, arm in enumerate(arms):
+            look = {**style.line(number), "markersize": 3, "linewidth": 1.2, "label": arm}
+            (losses,) = (r["losses"] for r in own if r["arm"] == arm and "losses" in r)
+            left.plot(losses, **look, markevery=(number, max(1, len(losses) // 8)))
+            whole = [r for r in own if r["arm"] == arm and r.get("name") == "all layers"]
+            if whole:
+                shares = [row["best_share"] for row in whole]
+                right.plot([row["step"] for row in whole], shares, **look)
+        left.axhline(own[0]["target"], color=style.GREY, linewidth=0.8)
+        left.set(xscale="symlog", yscale="log")
+        right.set(xscale="symlog", yscale="log")
+        style.dress(left, xlabel="step", ylabel="loss of all examples", title=name)
+        style.dress(right, xlabel="step", ylabel="share of the oracle's predicted decrease")
+        left.set_xlim(left=0)
+        handles, _ = left.get_legend_handles_labels()
+        style.legend(right, handles=handles, loc="center left", bbox_to_anchor=(1, 0.5))
+    return drawn
+
+
+def _algorithm_1(gamma: float, spec: training.OptimizerSpec) -> training.CurvatureOptimizer:
+    layers, _ = spec.find_layers(1, 1)
+    built = kfac.algorithm_1(spec.learning_rate, layers, damping=gamma, max_iterations=10)
+    return training.CurvatureOptimizer(built.init, built.update, layers, "empirical", 1, 1)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Writes page, picture and records, beside those of other networks, and prints the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--networks", default="autoencoder", help="none: the page alone")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--trials", type=int, default=4, help="of each arm, at most 6")
+    parser.add_argument("--out", default="results/oracle_digits")
+    flags = parser.parse_args(arguments)
+    networks, out = [name for name in flags.networks.split(",") if name], Path(flags.out)
+    path = out / "records.jsonl"
+    old = [json.loads(line) for line in path.open()] if path.exists() else []
+    records = [record for record in old if record["network"] not in networks]
+    with training.OPTIMIZERS.temporary():
+        for gamma in (1e-2, 1e-1):
+            build_it = functools.partial(_algorithm_1, gamma)
+            training.OPTIMIZERS.register(f"algorithm_1 of damping {gamma}", build_it, origin=gamma)
+        for name in networks:
+            records += measure(name, flags.steps, flags.trials)
+    out.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    (out / "results.md").write_text(page(records))
+    style.save_figure(figure(records), out / "oracle", ("svg",))
+    print(page(records))
+
+
+if __name__ == "__main__":
+    main()
