@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import jax.scipy.linalg
 import numpy as np
 
-from kfac._trees import flatten, unflatten
+from kfac._trees import flatten, path_name
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
@@ -107,7 +107,7 @@ class Oracle:
         flat: dict[str, Any] = {}
         for name, step in self.steps.items():
             flat |= self.layers[name].unpack(step)
-        return unflatten(flat, like)
+        return jax.tree_util.tree_map_with_path(lambda path, _: flat[path_name(path)], like)
 
     def predicted(self, name: str, step: Float[np.ndarray, " size"]) -> float:
         """Returns ∇Lᵀ Δ + ½ Δᵀ (G + γI) Δ of one layer, which the oracle's own Δ minimises."""
