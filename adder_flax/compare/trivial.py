@@ -8,13 +8,16 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.linear_model import LogisticRegression
-from sklearn.neighbors import KNeighborsClassifier
 
 from adder_flax import data
 from adder_flax.compare.run import Comparison
+from adder_flax.extras import needs
 from adder_flax.files import write_whole
+
+with needs("data"):
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.neighbors import KNeighborsClassifier
 
 NAME = "trivial.json"
 _ITERATIONS = 200

@@ -186,7 +186,7 @@ def test_what_an_output_lacks_is_measured_by_the_variance_of_its_own_block():
     np.testing.assert_allclose(metrics["output_error"], np.mean(expected), rtol=1e-4)
     np.testing.assert_allclose(metrics["map_divergence"], 0.0, atol=1e-5)
     # The examples that the task makes have it of each block, too.
-    names = "brightness contrast saturation mixup_alpha cutmix_alpha erase_probability"
+    names = "color_jitter mixup_alpha cutmix_alpha erase_probability"
     plain = healing(make(), resized_crop_scale=None, **dict.fromkeys(names.split(), 0.0))
     batch = {"image": np.arange(128, dtype=np.uint8).reshape(2, 8, 8, 1), "label": np.arange(2)}
     *_, taught, variance = plain.examples(jax.random.key(0), batch)
