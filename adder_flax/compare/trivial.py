@@ -35,7 +35,7 @@ def trivial_scores(train: data.Source, test: data.Source) -> dict[str, float]:
     Example:
       >>> parts = (data.load_source("digits", split) for split in ("train", "test"))
       >>> {name: round(score, 2) for name, score in trivial_scores(*parts).items()}
-      {'softmax regression': 0.96, 'nearest neighbour': 0.98}
+      {'softmax regression': 0.97, 'nearest neighbour': 0.99}
     """
     (pixels, labels), (of_test, truth) = map(_arrays, (train, test))
     models = {
