@@ -85,7 +85,8 @@ def test_any_split_can_be_scored_by_its_name(tiny_config):
     right = np.argmax(np.asarray(run.model(params)(*run.task.inputs(batch))), -1) == batch["label"]
     assert len(right) == 1437
     assert Evaluator(run)(params)["eval/accuracy"] == pytest.approx(right.mean(), abs=1e-9)
-    with pytest.raises(RunError, match=r"split out of \('train', 'test'\) of digits, got 'validation'"):
+    message = r"split out of \('train', 'test'\) of digits, got 'validation'"
+    with pytest.raises(RunError, match=message):
         build_run(tiny_config(), eval_split="validation")
 
 
