@@ -20,7 +20,7 @@ from adder_flax.compare.run import load_once
 from adder_flax.compare.table import rows_of
 from adder_flax.errors import RunError
 from adder_flax.experiment import load_experiment
-from adder_flax.training import Evaluator, SavedCheckpoints, build_run
+from adder_flax.training import Evaluator, SavedCheckpoints, build_run, evaluation_params
 from adder_flax.training.lock import lock_workdir
 from tests.compare.tiny import make_config
 
@@ -40,6 +40,7 @@ FIELDS = {
     "extensions": 0,
     "seeds": 2,
     "title": "Tiny",
+    "base": {"ema_decay": 0.5},
 }
 
 
@@ -85,7 +86,7 @@ def test_final_runs_alone_are_scored_on_the_test_split(finished):
         state = SavedCheckpoints(comparison.workdir / "cells" / cell.id / "checkpoints").restore(
             run.abstract_state
         )
-        found = Evaluator(run)(state["params"])
+        found = Evaluator(run)(evaluation_params(state))
         assert {name.removeprefix("eval/"): value for name, value in found.items()} == scores
     assert record.test["loss"] != record.validation["loss"]
 
