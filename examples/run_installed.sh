@@ -18,7 +18,7 @@ wheel=$(echo dist/*.whl)
 
 python3 -m venv core
 core/bin/pip install --quiet "$wheel" scikit-learn  # whose digits the examples learn
-learns() { core/bin/python -c "import sys, $1; sys.exit(f'$1 learned nothing') if $1.main() < 0.93 else None"; }
+learns() { core/bin/python -c "import sys, $1; sys.exit(f'$1 learned nothing') if $1.main() < 0.85 else None"; }
 for example in flax_mnist linen_hook nnx_hook plain_jax; do learns "$example"; done
 core/bin/python nanodo.py
 NNX_GRAPH_MODE=false NNX_GRAPH_UPDATES=false learns nnx_hook
