@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 from flax import nnx, traverse_util
 
 from kfac.curvature._capture import current_capture
@@ -44,10 +45,12 @@ class _Call:
 
     graphdef: nnx.GraphDef
     method: Callable[..., Array]
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]  # also of parameters that are not read
     __name__: str
 
     def __call__(self, params: dict[str, Array], x: Array) -> Array:
-        nested = traverse_util.unflatten_dict(params, sep="/")
+        whole = {path: jnp.zeros(shape) for path, shape in self.shapes} | params
+        nested = traverse_util.unflatten_dict(whole, sep="/")
         return self.method(nnx.merge(self.graphdef, nested), x)
 
 
@@ -71,7 +74,8 @@ def _tapped_method(original: Callable, registration: Registration) -> Callable:
         if not params:
             return run()
         base = registration.cls.__name__
-        call = _Call(nnx.graphdef(module), original, base)
+        shapes = tuple([(path, p.shape) for path, p in params.items()])
+        call = _Call(nnx.graphdef(module), original, shapes, base)
 
         def normalize(params: dict[str, Array]) -> Any:
             twin = nnx.clone(module)

@@ -40,6 +40,7 @@ class Registration(NamedTuple):
         return self.kind is Scale and axes in (-1, (-1,))
 
 
+_DENSE_ROLES = {"kernel", "bias", "scale"}
 _registrations: dict[tuple[type, str], Registration] = {}
 
 
@@ -138,6 +139,7 @@ def tap_registered(
         layer = "its input is no array"
     if isinstance(layer, str):
         return capture.tap(base, None, x, y, params, reason=layer) if _is_array(y) else y
+    params = _parameters_of(layer, registration, module, call, params, x, capture)
     if not isinstance(layer, Dense):
         return capture.tap(base, layer, x, y, params)
     # Contracted axes and output axes of general dense layers become one axis each.
@@ -147,6 +149,30 @@ def tap_registered(
     matrix = jnp.transpose(x, (*others, *axes)).reshape(*[x.shape[a] for a in others], -1)
     flat = y.reshape(*y.shape[: len(others)], -1)
     return capture.tap(base, layer, matrix, flat, params).reshape(y.shape)
+
+
+def _parameters_of(
+    layer: Dense | Generic,
+    registration: Registration,
+    module: Any,
+    call: Callable,
+    params: dict[str, Any],
+    x: Any,
+    capture: Capture,
+) -> dict[str, Any]:
+    """The parameters that the layer reads: a class derived of a registered one may have others."""
+    derived = getattr(type(module), registration.method) is not getattr(
+        registration.cls, registration.method
+    )
+    if not derived:
+        return params
+    if isinstance(layer, Dense):
+        return {name: params[name] for name in _DENSE_ROLES & params.keys()}
+    with capture.mute():
+        jaxpr = jax.make_jaxpr(call)(params, x).jaxpr
+    read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
+    names = zip(sorted(params), jaxpr.invars, strict=False)  # the parameters come first
+    return {name: params[name] for name, variable in names if id(variable) in read}
 
 
 def _scaled(params: dict[str, Any], normalized: Any) -> Any:

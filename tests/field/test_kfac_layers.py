@@ -298,6 +298,30 @@ def recurrent_linen(cell):
     return loss_fn, network.init(jax.random.key(0), normal(5, 4, 2, 3))
 
 
+class Gained:
+    """A parameter of a subclass's own, behind what its parent does."""
+
+    def __call__(self, x):
+        return super().__call__(x) * self.gain[...]
+
+
+@pytest.mark.parametrize(
+    ("base", "sizes"), [(nnx.Linear, (3, 3)), (nnx.Conv, (3, 3, (2,))), (nnx.LayerNorm, (3,))]
+)
+def test_parameters_of_a_subclass_are_not_its_parents(base, sizes):
+    module = type("Own", (Gained, base), {})(*sizes, **F64, rngs=nnx.Rngs(0))
+    module.gain = nnx.Param(normal(6, 3))
+    graphdef, state = nnx.split(module)
+
+    def loss_fn(params, x):
+        return cross_entropy(nnx.merge(graphdef, params)(x).sum(1), LABELS)[0]
+
+    report = kfac.verify(loss_fn, nnx.to_pure_dict(state), normal(5, 4, 2, 3))
+    assert [row.capture_error < 1e-12 for row in report.rows] == [True]
+    assert 0 < report.layers.coverage < 1
+    assert "gain" in report.layers.reasons or "gain" in str(report.layers)
+
+
 # google-deepmind/kfac-jax#188
 @pytest.mark.parametrize(
     ("make", "cell"),
