@@ -35,7 +35,8 @@ def run(config: Any, workdir: str | Path, workers: int) -> None:
     print(overview(comparison, max(workers, 1)), flush=True)
     try:
         with lock_workdir(comparison.results, "results.lock"):
-            add_trivial(comparison)
+            if workers:
+                add_trivial(comparison)
             files = write_results(comparison)
         print("results at " + ", ".join(str(path) for path in files[:3]))
     except HeldError:  # workers end at once, when all records are there

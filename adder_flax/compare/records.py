@@ -94,10 +94,9 @@ class Records:
         """
         record = self._find(cell.id)
         if record is not None and cell.id not in self._checked:
-            stored, fields = (
-                flatten_config(record.config) | own_fields(record.config),
-                flatten_config(cell.config),
-            )
+            fields = flatten_config(cell.config)
+            # What was renamed since stands there under both names.
+            stored = flatten_config(record.config) | own_fields(record.config)
             # A name says nothing of fields at their defaults, which a later version may change.
             known = (computing(fields).keys() & stored.keys()) | own_fields(cell.config).keys()
             if other := sorted(path for path in known if stored.get(path) != fields[path]):

@@ -4,6 +4,7 @@ A network below them has not learned what its images show.
 """
 
 import json
+import math
 import warnings
 from pathlib import Path
 
@@ -14,13 +15,9 @@ from adder_flax.compare.run import Comparison
 from adder_flax.extras import needs
 from adder_flax.files import write_whole
 
-with needs("data"):
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.neighbors import KNeighborsClassifier
-
 NAME = "trivial.json"
 _ITERATIONS = 200
+_MOST_PIXELS = 2**28  # of the training split: 1 GiB in float32, more than CIFAR-10 has
 
 
 def trivial_scores(train: data.Source, test: data.Source) -> dict[str, float]:
@@ -37,6 +34,11 @@ def trivial_scores(train: data.Source, test: data.Source) -> dict[str, float]:
       >>> {name: round(score, 2) for name, score in trivial_scores(*parts).items()}
       {'softmax regression': 0.97, 'nearest neighbour': 0.99}
     """
+    with needs("data"):
+        from sklearn.exceptions import ConvergenceWarning
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.neighbors import KNeighborsClassifier
+
     (pixels, labels), (of_test, truth) = map(_arrays, (train, test))
     models = {
         "softmax regression": LogisticRegression(max_iter=_ITERATIONS),
@@ -51,21 +53,34 @@ def trivial_scores(train: data.Source, test: data.Source) -> dict[str, float]:
 
 
 def add_trivial(comparison: Comparison) -> None:
-    """Writes them beside the records of a finished comparison of images, unless they are there."""
+    """Writes them beside the records of a finished comparison of images, unless they are there.
+
+    Only where all arms see one set, whose images have one size and fit into memory.
+    """
     arms = list(comparison.plan.arms.values())
-    task = comparison.plan.settings.base.task.name
+    base = comparison.plan.settings.base
     path = comparison.results / NAME
-    if path.exists() or task != "classification" or any(map(comparison.open_cells, arms)):
+    if path.exists() or base.task.name != "classification":
         return
-    fields = comparison.final_cells(arms[0])[0].config.data
-    of_test = comparison.plan.settings.base.data.eval_split
-    train, test = (
-        data.load_source(fields.name, split, data_dir=fields.data_dir or None)
-        for split in (fields.train_split, of_test)
+    if any(map(comparison.open_cells, arms)):
+        return
+    sets = [comparison.final_cells(arm)[0].config.data for arm in arms]
+    if len({(of.name, of.data_dir, of.train_split) for of in sets}) > 1:
+        return
+    load = lambda split: data.load_source(
+        sets[0].name,
+        split,
+        data_dir=sets[0].data_dir or None,
+        image_size=sets[0].image_size or None,
+        crop_scale=None,
     )
-    if not getattr(train, "crops_on_host", False):  # images of many sizes have no pixels in common
-        scores = trivial_scores(train, test)
-        write_whole(path, (json.dumps(scores, indent=2) + "\n").encode())
+    train = load(sets[0].train_split)
+    if not isinstance(train, data.ImageSource) or train.crops_on_host:
+        return
+    if len(train) * math.prod(train.image_shape) > _MOST_PIXELS:
+        return
+    scores = trivial_scores(train, load(base.data.eval_split))
+    write_whole(path, (json.dumps(scores, indent=2) + "\n").encode())
 
 
 def read_trivial(results: Path) -> dict[str, float]:
@@ -75,6 +90,5 @@ def read_trivial(results: Path) -> dict[str, float]:
 
 
 def _arrays(source: data.Source) -> tuple[np.ndarray, np.ndarray]:
-    examples = [source[i] for i in range(len(source))]
-    pixels = np.stack([example["image"].ravel() for example in examples])
-    return pixels.astype(np.float32) / 255, np.array([example["label"] for example in examples])
+    batch = source.first(len(source))
+    return batch["image"].reshape(len(batch["label"]), -1).astype(np.float32) / 255, batch["label"]

@@ -44,6 +44,22 @@ class Linear(nnx.Linear):
         return outputs.reshape(*inputs.shape[:-1], outputs.shape[-1])
 
 
+def _norm_of_sums(
+    features: int, use_bias: bool, param_dtype: DTypeLike, rngs: nnx.Rngs
+) -> LayerNorm:
+    """The LayerNorm behind an adder layer, and behind its control."""
+    # The sums' mean is far larger than their spread: E[y²] - E[y]², the fast variance, would
+    # cancel.
+    return LayerNorm(
+        features,
+        epsilon=LAYER_NORM_EPSILON,
+        use_bias=use_bias,
+        use_fast_variance=False,
+        param_dtype=param_dtype,
+        rngs=rngs,
+    )
+
+
 class NormedLinear(Linear):
     """y = LayerNorm(x W): an adder layer's normaliser, start and want of decay around a product.
 
@@ -82,14 +98,7 @@ class NormedLinear(Linear):
             rngs=rngs,
         )
         state_facts(self.kernel, role="weight", decay=False)
-        self.norm = LayerNorm(
-            out_features,
-            epsilon=LAYER_NORM_EPSILON,
-            use_bias=use_bias,
-            use_fast_variance=False,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
+        self.norm = _norm_of_sums(out_features, use_bias, param_dtype, rngs)
 
     def __call__(
         self, inputs: Float[Array | np.ndarray, "*batch in_features"]
@@ -162,16 +171,7 @@ class AdderLinear(nnx.Module):
         self.norm = nnx.data(None)
         self.bias = nnx.data(None)
         if norm is not None:
-            # The sums' mean is far larger than their spread: E[y²] - E[y]², the fast variance,
-            # would cancel.
-            self.norm = LayerNorm(
-                out_features,
-                epsilon=LAYER_NORM_EPSILON,
-                use_bias=use_bias,
-                use_fast_variance=False,
-                param_dtype=param_dtype,
-                rngs=rngs,
-            )
+            self.norm = _norm_of_sums(out_features, use_bias, param_dtype, rngs)
         elif use_bias:
             self.bias = nnx.Param(jnp.zeros((out_features,), param_dtype))
 

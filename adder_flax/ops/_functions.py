@@ -174,26 +174,26 @@ def l1_scores(
     rule = GradientRule(gradient, hardtanh_slope)
 
     def scores(query, key):
-        query, key = _broadcast_pairs(query, key)
+        query, key = broadcast_pairs(query, key)
         backend = resolve_backend(query.dtype)
         return call(backend, "l1", query, key, axes="nk", x_rule=rule, w_rule=rule)
 
     query, key = _as_floating(query=query, key=key)
-    axes = [_pair_axes(query, "mk"), _pair_axes(key, "nk")]
-    return keep_explicit_axes(scores, [query, key], axes, _result_axes(query, key))
+    axes = [pair_axes(query, "mk"), pair_axes(key, "nk")]
+    return keep_explicit_axes(scores, [query, key], axes, result_axes(query, key))
 
 
-def _pair_axes(array, last: str) -> list[str]:
+def pair_axes(array, last: str) -> list[str]:
     """Names the axes of an array: leading ones by their distance from the end, then the `last`."""
     return [f"b{axis}" for axis in range(array.ndim - len(last), 0, -1)] + list(last)
 
 
-def _result_axes(query, key) -> list[str]:
+def result_axes(query, key) -> list[str]:
     """Names the axes of the scores of queries and keys."""
-    return _pair_axes(max(query, key, key=lambda array: array.ndim), "mn")
+    return pair_axes(max(query, key, key=lambda array: array.ndim), "mn")
 
 
-def _broadcast_pairs(query, key):
+def broadcast_pairs(query, key):
     """Returns queries and keys with the same leading axes and dtype."""
     try:
         batch = jnp.broadcast_shapes(query.shape[:-2], key.shape[:-2])
@@ -238,12 +238,12 @@ def additive_scores(
     (2, 4)
     """
     query, key, v = _as_floating(query=query, key=key, v=v)
-    axes = [_pair_axes(query, "mk"), _pair_axes(key, "nk"), _pair_axes(v, "k")]
-    return keep_explicit_axes(_additive, [query, key, v], axes, _result_axes(query, key))
+    axes = [pair_axes(query, "mk"), pair_axes(key, "nk"), pair_axes(v, "k")]
+    return keep_explicit_axes(_additive, [query, key, v], axes, result_axes(query, key))
 
 
 def _additive(query, key, v):
-    query, key = _broadcast_pairs(query, key)
+    query, key = broadcast_pairs(query, key)
     batch, width = query.shape[:-2], query.shape[-1:]
     try:
         fits = v.shape[-1:] == width and jnp.broadcast_shapes(v.shape[:-1], batch) == batch

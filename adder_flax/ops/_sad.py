@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int32, Integer, UInt8
 
 from adder_flax.ops._backend import resolve_backend
+from adder_flax.ops._functions import broadcast_pairs, pair_axes, result_axes
 from adder_flax.ops._partition import keep_explicit_axes, vary_alike
 from adder_flax.ops._primitive import call
 
@@ -120,26 +121,12 @@ def sad_scores(
     """
     _check_alike("query", query, "key", key)
     query, key = _as_bytes("query", query), _as_bytes("key", key)
-    try:
-        batch = jnp.broadcast_shapes(query.shape[:-2], key.shape[:-2])
-    except ValueError:
-        batch = None
-    if batch is None or min(query.ndim, key.ndim) < 2 or query.shape[-1] != key.shape[-1]:
-        raise ValueError(
-            "expected query of shape (..., Nq, d) and key of shape (..., Nk, d) with the same d "
-            f"and leading axes that broadcast; got {query.shape} and {key.shape}; heads go before "
-            "positions: (batch, heads, positions, d)"
-        )
 
-    def scores(*pair):
-        pair = [jnp.broadcast_to(a, (*batch, *a.shape[-2:])) for a in pair]
-        return call(resolve_backend(jnp.float32), "sad", *pair)
+    def scores(query, key):
+        return call(resolve_backend(jnp.float32), "sad", *broadcast_pairs(query, key))
 
-    def named(ndim, last):
-        return [*(f"b{axis}" for axis in range(ndim - 2, 0, -1)), *last]
-
-    axes = [named(query.ndim, "mk"), named(key.ndim, "nk")]
-    return keep_explicit_axes(scores, [query, key], axes, named(len(batch) + 2, "mn"))
+    axes = [pair_axes(query, "mk"), pair_axes(key, "nk")]
+    return keep_explicit_axes(scores, [query, key], axes, result_axes(query, key))
 
 
 def _check_alike(name, array, other_name, other):

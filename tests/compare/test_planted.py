@@ -190,6 +190,17 @@ def test_a_floor_stands_beside_a_finished_comparison_of_images(tmp_path):
     assert f"| nearest neighbour |  | {found['nearest neighbour']:.4f} |" in page
 
 
+def test_there_is_no_floor_where_arms_see_other_sets_or_more_than_fits(tmp_path, monkeypatch):
+    other = {"arm": {"digits": {}, "noise": {"data": {"name": "fake"}}}}
+    for number, fields in enumerate(({"factors": other}, {"factors": {"arm": {"dot": {}}}})):
+        comparison = Comparison(make_config(**fields, seeds=1), tmp_path / str(number))
+        fill(comparison, lambda cell: 0.5)
+        if number:
+            monkeypatch.setattr("adder_flax.compare.trivial._MOST_PIXELS", 1000)
+        add_trivial(comparison)
+        assert read_trivial(comparison.results) == {}
+
+
 @pytest.mark.parametrize(
     ("confirmatory", "largest", "told"),
     [(False, True, "no difference that"), (True, True, "ahead"), (True, False, "behind")],
