@@ -121,8 +121,8 @@ def test_the_recipe_of_deit_is_its_defaults():
     has(run.optimizer, name="adamw", learning_rate=5e-4 * 1024 / 512, final_learning_rate=1e-5)
     has(run.optimizer, warmup_epochs=5, weight_decay=0.05, clip_norm=None, b1=0.9, b2=0.999)
     has(run.task, mixup_alpha=0.8, cutmix_alpha=1, mix_probability=1, mix_per="batch")
-    has(run.task, rand_augment_magnitude=9, rand_augment_std=0.5, rand_augment_increasing=True)
-    has(run.task, rand_augment_interpolation="bicubic", color_jitter=0, three_augment=False)
+    has(run.task, rand_augment_magnitude=9, rand_augment_std=0.5)
+    has(run.task, color_jitter=0, three_augment=False)
     has(run.task, resized_crop_scale=(0.08, 1), resized_crop_ratio=(3 / 4, 4 / 3))
     has(run.task, flip_probability=0.5, erase_probability=0.25, label_smoothing=0.1)
     assert EVAL_CROP_RATIO == 0.875

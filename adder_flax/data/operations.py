@@ -33,7 +33,6 @@ def choose_operation(
     argument: Argument,
     *,
     fill: tuple[int, ...] = (128,),
-    bicubic: Bool[Array, " batch"] | bool = True,
 ) -> Levels:
     """Does to each image the operation of that place in `OPERATIONS`, nothing where there is none.
 
@@ -56,7 +55,6 @@ def choose_operation(
             pixel. translate_x, translate_y: as a fraction of the width or height, to the left or
             up. The others have none.
         fill: what moves in from outside of the image, one level or one for each channel.
-        bicubic: whether pixels in between are Pillow's bicubic or its bilinear ones.
     """
     counts = histogram(images)
     tables = {name: make(counts, argument) for name, make in _TABLES.items()}
@@ -65,7 +63,7 @@ def choose_operation(
     results = (
         (tables, look_up(images, _chosen(operation, tables))),
         (bases, blend(_chosen(operation, bases), images, argument)),
-        (maps, affine(images, _chosen(operation, maps), fill, bicubic)),
+        (maps, affine(images, _chosen(operation, maps), fill)),
     )
     for family, result in results:
         images = jnp.where(_is_among(operation, family, images.ndim), result, images)
@@ -200,18 +198,17 @@ def affine(
     images: Levels,
     coefficients: Float[Array, "batch 6"],
     fill: tuple[int, ...] = (128,),
-    bicubic: Bool[Array, " batch"] | bool = True,
 ) -> Levels:
-    """``Image.transform(size, AFFINE, (a, b, c, d, e, f))``, with coefficients for each image.
+    """``Image.transform(size, AFFINE, (a, …, f), BICUBIC)``, with coefficients for each image.
 
     The pixel at column x and row y, counted from the middle of the first one at (1/2, 1/2), comes
-    from (a x + b y + c, d x + e y + f); bicubic pixels have Keys' kernel with a = -1, levels are
+    from (a x + b y + c, d x + e y + f); pixels in between have Keys' kernel with a = -1, levels are
     cut, not rounded.
 
     Args:
         images: values 0..255.
         coefficients: a to f.
-        fill, bicubic: as in `choose_operation`.
+        fill: as in `choose_operation`.
     """
     batch, height, width, channels = images.shape
     a, b, c, d, e, f = jnp.moveaxis(coefficients[..., None, None], 1, 0)
@@ -220,7 +217,6 @@ def affine(
     inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
     left, top = jnp.floor(column - 0.5), jnp.floor(row - 0.5)
     pixels = images.reshape(batch, height * width, channels)
-    bicubic = jnp.broadcast_to(bicubic, batch)[:, None, None, None]
 
     def pixel(down: int, right: int) -> Float[Array, "batch height width channel"]:
         row = jnp.clip(top.astype(int) + down, 0, height - 1)
@@ -229,20 +225,18 @@ def affine(
         return found.reshape(images.shape).astype(jnp.float32)
 
     across, along = (column - 0.5 - left)[..., None], (row - 0.5 - top)[..., None]
-    line = lambda down: _between([pixel(down, right) for right in range(-1, 3)], across, bicubic)
+    line = lambda down: _between([pixel(down, right) for right in range(-1, 3)], across)
     lines = [line(down) for down in range(-1, 3)]
-    values = jnp.clip(_between(lines, along, bicubic), 0, 255).astype(jnp.uint8)
+    values = jnp.clip(_between(lines, along), 0, 255).astype(jnp.uint8)
     return jnp.where(inside[..., None], values, jnp.array(fill, jnp.uint8))
 
 
-def _between(four: list[Array], share: Array, bicubic: Bool[Array, "batch 1 1 1"]) -> Array:
+def _between(four: list[Array], share: Array) -> Array:
     """Between the middle two of four values, in a form that leaves equal values what they are."""
     before, first, second, after = four
-    linear = first + share * (second - first)
     cube = -before + first - second + after
     square = 2 * (before - first) + second - after
-    cubic = first + share * (second - before + share * (square + share * cube))
-    return jnp.where(bicubic, cubic, linear)
+    return first + share * (second - before + share * (square + share * cube))
 
 
 def _rotation(degrees: Argument, height: int, width: int) -> Float[Array, "batch 6"]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from adder_flax.data.operations import (
     OPERATIONS,
@@ -28,7 +28,7 @@ MOST_MAGNITUDE = 10.0
 LAYER_PROBABILITY = 0.5
 """Of doing a drawn operation at all, for each layer and image (timm's)."""
 
-_Layer = tuple[Int[Array, " batch"], Float[Array, " batch"], Bool[Array, " batch"]]
+_Layer = tuple[Int[Array, " batch"], Float[Array, " batch"]]
 
 
 def rand_augment(
@@ -52,8 +52,8 @@ def rand_augment(
     keys = jax.random.split(key, 2)
 
     def step(images: Levels, layer: _Layer) -> tuple[Levels, None]:
-        operation, argument, bicubic = layer
-        return choose_operation(operation, images, argument, fill=fill, bicubic=bicubic), None
+        operation, argument = layer
+        return choose_operation(operation, images, argument, fill=fill), None
 
     return jax.lax.scan(step, images, layers(keys))[0]
 
@@ -65,50 +65,37 @@ def draw_layer(key: PRNGKeyArray, batch: int, settings: AugmentSettings) -> _Lay
     have a sign have either with equal chances.
 
     Returns:
-        Places in ``OPERATIONS`` (-1 for none), arguments, and whether pixels are made bicubic, as
-        ``choose_operation`` takes them.
+        Places in ``OPERATIONS`` (-1 for none) and arguments, as ``choose_operation`` takes them.
     """
     operation_key, uniform_key, normal_key = jax.random.split(key, 3)
     operation = jax.random.randint(operation_key, (batch,), 0, len(OPERATIONS))
-    done, negative, bicubic = jax.random.uniform(uniform_key, (3, batch)) < LAYER_PROBABILITY
+    done, negative = jax.random.uniform(uniform_key, (2, batch)) < LAYER_PROBABILITY
     deviation = settings.rand_augment_std * jax.random.normal(normal_key, (batch,))
     magnitude = jnp.clip(settings.rand_augment_magnitude + deviation, 0, MOST_MAGNITUDE)
-    sign, increasing = jnp.where(negative, -1.0, 1.0), settings.rand_augment_increasing
-    of_all = operation_arguments(magnitude, sign, increasing=increasing)
+    of_all = operation_arguments(magnitude, jnp.where(negative, -1.0, 1.0))
     argument = jnp.take_along_axis(of_all, operation[None], axis=0)[0]
-    if settings.rand_augment_interpolation == "bicubic":
-        bicubic = jnp.ones_like(bicubic)
-    return jnp.where(done, operation, -1), argument, bicubic
+    return jnp.where(done, operation, -1), argument
 
 
 def operation_arguments(
-    magnitude: Float[Array, " batch"], sign: Float[Array, " batch"], *, increasing: bool
+    magnitude: Float[Array, " batch"], sign: Float[Array, " batch"]
 ) -> Float[Array, "operation batch"]:
-    """What a magnitude means to each of `OPERATIONS`.
+    """What a magnitude means to each of `OPERATIONS`, by timm's ``inc1``: more is more change.
 
-    >>> at_nine = operation_arguments(jnp.array([9.0]), jnp.array([-1.0]), increasing=True)[:, 0]
+    >>> at_nine = operation_arguments(jnp.array([9.0]), jnp.array([-1.0]))[:, 0]
     >>> [round(float(at_nine[OPERATIONS.index(name)]), 3) for name in ("color", "rotate")]
     [0.19, -27.0]
 
     Args:
         magnitude: 0 to 10.
         sign: 1 or -1, of arguments that have one.
-        increasing: whether a larger magnitude changes an image more, whatever the operation: timm's
-            ``inc1``, which leaves posterize no bit at magnitude 10. Else posterize, solarize and
-            the factors of color, contrast, brightness and sharpness have the ranges of Cubuk et
-            al., "AutoAugment", 2019: 4 to 8 bits.
     """
     tenths = magnitude / MOST_MAGNITUDE
     # Multiplied first: then whole magnitudes give whole numbers, not the ones just below.
-    bits, level = jnp.floor(4 * magnitude / 10), jnp.floor(256 * magnitude / 10)
-    if increasing:
-        factor = jnp.maximum(1 + sign * 0.9 * tenths, 0.1)
-        bits, level = 4 - bits, 256 - level
-    else:
-        bits, factor = 4 + bits, 0.1 + 1.8 * tenths
+    factor = jnp.maximum(1 + sign * 0.9 * tenths, 0.1)
     known = {
-        "posterize": bits,
-        "solarize": level,
+        "posterize": 4 - jnp.floor(4 * magnitude / 10),
+        "solarize": 256 - jnp.floor(256 * magnitude / 10),
         "solarize_add": jnp.floor(110 * magnitude / 10),
         **dict.fromkeys(("color", "contrast", "brightness", "sharpness"), factor),
         "rotate": sign * 30 * tenths,

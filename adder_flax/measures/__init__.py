@@ -13,7 +13,6 @@ from adder_flax.measures.brownian import (
 )
 from adder_flax.measures.expressivity import score_parameters, train_xor, xor_bound, xor_pairs
 from adder_flax.measures.gating import Gate, gate
-from adder_flax.measures.live import adder_numbers, attention_numbers, hardtanh_saturation
 from adder_flax.measures.maps import (
     entropy,
     has_identity,
@@ -59,9 +58,7 @@ __all__ = [
     "IdentityEffect",
     "LiveVariance",
     "VarianceEstimate",
-    "adder_numbers",
     "asymmetry",
-    "attention_numbers",
     "brownian_test",
     "cumulative",
     "diffusion_map",
@@ -74,7 +71,6 @@ __all__ = [
     "gate",
     "gaussian_kernel_map",
     "gradient_norms",
-    "hardtanh_saturation",
     "has_identity",
     "identity_effect",
     "irreversibility",

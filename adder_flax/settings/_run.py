@@ -36,6 +36,7 @@ class RunSettings:
     retired: ClassVar[dict[str, tuple]] = {
         "init_from_network": ("read", "same"),
         "init_from_positions": ("auto", "timm", "torch"),
+        "attention_diagnostics": (False, True),
     }
 
     # Keys of JAX keep 32 bits: a larger seed would silently be another one.
@@ -82,9 +83,6 @@ class RunSettings:
         "",
         "of --mode=compile; empty for the devices at hand",
         expected="v5e:4x4, h100:8, cpu:8 or empty",
-    )
-    attention_diagnostics: bool = setting(
-        False, "numbers of each block at logging steps, which then cost twice as much"
     )
     mesh: MeshSettings = section(MeshSettings)
     # Of the class that its name stands for, as the task's.

@@ -24,6 +24,8 @@ class AugmentSettings:
         "erase_value": ("noise",),
         "hue": (0,),
         "rand_augment_layers": (2,),
+        "rand_augment_increasing": (True,),
+        "rand_augment_interpolation": ("bicubic",),
         **dict.fromkeys(_JITTERS, "color_jitter, one number for all three, has its place"),
     }
 
@@ -57,12 +59,6 @@ class AugmentSettings:
     )
     rand_augment_std: float = setting(
         0.0, "of the magnitude, normal for each operation and image", data="if on", ge=0, le=100
-    )
-    rand_augment_increasing: bool = setting(
-        True, "all operations change more at larger magnitudes; False: with the paper's ranges"
-    )
-    rand_augment_interpolation: Literal["bicubic", "random"] = setting(
-        "bicubic", "of moved images: random draws bilinear or bicubic"
     )
     three_augment: bool = setting(
         False, "grey, solarized or blurred, one of them for each image (DeiT III)"

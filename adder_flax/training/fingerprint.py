@@ -12,7 +12,6 @@ from adder_flax.text import printable
 OPERATIONAL_FIELDS = (
     "mesh",
     "log_every_steps",
-    "attention_diagnostics",
     "checkpoint_every_steps",
     "profile_steps",
     "topology",

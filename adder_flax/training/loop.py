@@ -23,8 +23,7 @@ from adder_flax.training.metrics import MetricWriter
 from adder_flax.training.processes import InterruptWatch, StopVote
 from adder_flax.training.progress import DeferredMetrics, Profiler, Progress
 from adder_flax.training.setup import Run
-from adder_flax.training.skeleton import joined
-from adder_flax.training.step import Metrics, State, evaluation_params, step_keys
+from adder_flax.training.step import State, evaluation_params, step_keys
 from adder_flax.training.workdir import (
     changed_data,
     check_jax_settings,
@@ -169,14 +168,9 @@ class Trainer:
             for step in range(start, run.num_steps):
                 self._profiler.before_step(step)
                 batch = sharding.put_batch(next(batches), run.mesh)
-                # Before the step, which gives the memory of the old parameters away.
-                diagnostics: Metrics = {}
-                if run.settings.attention_diagnostics and outputs.metrics.is_logged(step + 1):
-                    variables = joined(state["params"], state.get("model_state"))
-                    diagnostics = run.program.diagnose(variables, batch, step, run.hyper)
                 state, metrics = run.train_step(state, batch, run.hyper)
                 self._flush(outputs, state)
-                outputs.metrics.put(step + 1, metrics | {"diagnostics": diagnostics})
+                outputs.metrics.put(step + 1, metrics)
                 if step == start:
                     jax.block_until_ready(metrics)
                     write_config(self._workdir, run.config)

@@ -18,7 +18,6 @@ from adder_flax.parameters import parameter_facts
 from adder_flax.settings import OptimizerSettings, RunSettings, put_numbers, take_numbers
 from adder_flax.tasks import TASKS, Task
 from adder_flax.training import optimizers, sharding
-from adder_flax.training.attention_diagnostics import make_attention_diagnostics
 from adder_flax.training.initialization import built_from
 from adder_flax.training.skeleton import Skeleton, take_apart
 from adder_flax.training.step import (
@@ -111,8 +110,6 @@ class Program:
       train_step: ``(state, batch, hyper) → (state, metrics)``; it gives the memory of the old state
         away.
       eval_step: ``(params, batch, hyper) → sums``.
-      diagnose: ``(params, batch, step, hyper) → {name: number}``, see
-        :func:`make_attention_diagnostics`.
     """
 
     def __init__(self, shape: Shape, numbers: Hyper):
@@ -140,13 +137,9 @@ class Program:
             accumulation_steps=shape.accumulation_steps,
             skip_non_finite=shape.skip_non_finite,
         )
-        diagnose = make_attention_diagnostics(
-            self.skeleton, self.parts, accumulation_steps=shape.accumulation_steps
-        )
         self.initial_state = jax.jit(self._initial_state, out_shardings=shardings)
         self.train_step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, whole))
         self.eval_step = jax.jit(make_eval_step(self.skeleton, self.task), out_shardings=whole)
-        self.diagnose = jax.jit(diagnose, out_shardings=whole)
 
     def task(self, numbers: Hyper) -> Task:
         """The task, at given numbers."""

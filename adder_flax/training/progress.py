@@ -98,7 +98,7 @@ class DeferredMetrics:
             **{f"train/{name}": float(value) for name, value in metrics["task"].items()},
             "train/grad_norm": float(metrics["grad_norm"]),
             "train/learning_rate": float(metrics["learning_rate"]),
-            **{name: float(value) for name, value in (optimizer | metrics["diagnostics"]).items()},
+            **{name: float(value) for name, value in optimizer.items()},
         }
         shown = [f"step {step}/{run.num_steps}", f"loss {scalars['train/loss']:.4f}"]
         shown += [f"{name} {scalars[f'train/{name}']:.3f}" for name in metrics["task"]]
