@@ -6,6 +6,8 @@ install a package ``kfac``, so they cannot stand in one environment.
 
 # Refuses the other one before anything else is imported.
 from kfac import _distribution as _distribution
+from kfac._spectrum import Spectrum as Spectrum
+from kfac._spectrum import spectrum as spectrum
 from kfac._verify import Report as Report
 from kfac._verify import verify as verify
 from kfac.curvature._capture import path_of as path_of
