@@ -132,11 +132,12 @@ MECHANISMS = ("multiplicative", "additive", "adder")
 MESHES = ((8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8))
 
 # Sums over devices round differently, each by about 1e-7. Four steps of AdamW, which divides by
-# gradients that may be small, may raise that a hundred times. CG-FAC, whose steps are as long in
-# directions of hardly any gradient as in others, has a bound of its own, and steps a fifth as long
-# as by default: of those, on one device alone, damping changed by a millionth changes the fourth
-# gradient by 4 %. After four of them, logits are so alike that it decides which is the largest.
-BOUND = {"adamw": 1e-5, "kfac": 1e-3}
+# gradients that may be small, may raise that several hundred times (1.5e-5 was seen, with adder
+# layers); a part of the batch counted twice changes the second decimal. K-FAC, whose steps are as
+# long in directions of hardly any gradient as in others, has a bound of its own, and steps a fifth
+# as long as by default: of those, on one device alone, damping changed by a millionth changes the
+# fourth gradient by 4 %. After four of them, logits are so alike that it decides which is largest.
+BOUND = {"adamw": 1e-4, "kfac": 1e-3}
 # By default the number of examples that give curvature depends on how many devices share them.
 SHORTER = {
     "adamw": {},
