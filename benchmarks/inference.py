@@ -11,6 +11,7 @@ median over rounds. On a machine that does anything else, the numbers are an ind
 """
 
 import functools
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -58,7 +59,7 @@ def rivals(
         import timm
         import torch
     except ModuleNotFoundError as error:
-        print(f"left out: all networks of others, for want of {error.name}")
+        print(f"left out: all networks of others, for want of {error.name}", file=sys.stderr)
         return
     torch.set_num_threads(cores())
     sizes = dict(img_size=side, patch_size=patch_of(side))
@@ -79,7 +80,7 @@ def rivals(
         import onnxruntime
         from onnxruntime import quantization
     except ModuleNotFoundError as error:
-        print(f"left out: ONNX Runtime and OpenVINO, for want of {error.name}")
+        print(f"left out: ONNX Runtime and OpenVINO, for want of {error.name}", file=sys.stderr)
         return
     paths = [str(folder / f"{kind}{len(images)}.onnx") for kind in ("float32", "int8")]
     torch.onnx.export(model, (given,), paths[0], input_names=["images"], dynamo=False)
@@ -106,7 +107,7 @@ def rivals(
     try:
         import openvino
     except ModuleNotFoundError as error:
-        print(f"left out: OpenVINO, for want of {error.name}")
+        print(f"left out: OpenVINO, for want of {error.name}", file=sys.stderr)
         return
     limits = {"INFERENCE_NUM_THREADS": cores(), "PERFORMANCE_HINT": "LATENCY"}
     for path, kind in zip(paths, ("float32", "int8"), strict=True):
