@@ -16,7 +16,7 @@ from adder_flax.errors import RunError
 with needs("train"):
     from ml_collections import config_flags
 
-_MODES = ["train", "eval", "analyze", "predict", "compile", "export", "compare"]
+_MODES = ["train", "eval", "analyze", "predict", "compile", "quantize", "export", "compare"]
 _CONFIG = config_flags.DEFINE_config_file(
     "config",
     None,
@@ -30,7 +30,8 @@ flags.DEFINE_enum(
     "train",
     _MODES,
     "train: train or resume; eval: score a checkpoint; analyze: report on it; predict: say what "
-    "images show; compile: what training will take on the devices of --config.topology; export: "
+    "images show; compile: what training will take on the devices of --config.topology; quantize: "
+    "write a checkpoint's adder layers and scores in few bits, see --weights; export: "
     "write the weights of a checkpoint to a safetensors file, or the model as a program; compare: "
     "run the grid of runs that the experiment file describes and write its tables",
 )
@@ -42,11 +43,22 @@ flags.DEFINE_boolean(
 )
 _NAMES = [
     *("adder_flax", "timm", "hugging_face", "transformers_5"),
-    *("stablehlo", "onnx", "hugging_face_folder"),
+    *("stablehlo", "onnx", "hugging_face_folder", "c"),
 ]
+_WEIGHTS = ["int8", "int6", "int5", "int4"]
 # Flags that some modes alone read: default, these modes, what it says.
 _OF_MODES = {
-    "checkpoint": ("last", ("eval", "analyze", "predict", "export"), "last, best or a step"),
+    "checkpoint": (
+        "last",
+        ("eval", "analyze", "predict", "quantize", "export"),
+        "last, best or a step",
+    ),
+    "weights": (
+        None,
+        ("quantize", "eval", "predict", "export"),
+        f"{', '.join(_WEIGHTS)}: those of a checkpoint in so many bits, which --mode=quantize "
+        "writes (int8 by default) and the others read",
+    ),
     "baseline": (None, ("analyze",), "directory of another run on the same data, to compare with"),
     "split": ("eval", ("eval",), "what to score; eval is the one that training evaluates on"),
     "data": ("", ("eval",), "another data set of the same classes, as imagenet_v2 is of ImageNet"),
@@ -64,7 +76,8 @@ _OF_MODES = {
         ("export",),
         f"{', '.join(_NAMES)}: whose names and layouts the weights get; stablehlo: the whole "
         "model, a program for JAX alone; onnx: for ONNX Runtime; hugging_face_folder: as "
-        "AutoModelForImageClassification loads it, with a model card",
+        "AutoModelForImageClassification loads it, with a model card; c: a file of C99 and one of "
+        "weights, of what --weights says",
     ),
     "workers": (
         1,
@@ -77,8 +90,9 @@ for _name, (_default, _modes, _help) in _OF_MODES.items():
     _help = f"With --mode={' or '.join(_modes)}: {_help}"
     if _name == "workers":
         flags.DEFINE_integer(_name, _default, _help, lower_bound=0, upper_bound=1024)
-    elif _name == "names":
-        flags.DEFINE_enum(_name, _default, _NAMES, _help)
+    elif _name in ("names", "weights"):
+        values = _NAMES if _name == "names" else _WEIGHTS
+        flags.DEFINE_enum(_name, _default, values, _help)
     else:
         flags.DEFINE_string(_name, _default, _help)
 
@@ -104,6 +118,14 @@ def _run_mode(argv: list[str], start_time: float) -> None:
                 f"expected --{name} with --mode={' or '.join(modes)} only, got {given.mode}; "
                 "leave it out"
             )
+    in_few_bits = given.weights or (given.mode == "export" and given.names == "c")
+    if in_few_bits and given.mode != "quantize" and given["checkpoint"].present:
+        raise RunError(
+            "expected no --checkpoint for weights in few bits, which are of the one that "
+            f"--mode=quantize took, got {given.checkpoint}; leave it out"
+        )
+    if given.weights and given.mode == "export" and given.names != "c":
+        raise RunError(f"expected --weights with --names=c only, got {given.names}; leave it out")
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # libraries report every small step at INFO
     # Imported here so that --help and mistyped flags answer at once.
@@ -137,16 +159,22 @@ def _call_mode(workdir: str, start_time: float) -> None:
         case "train":
             modes.train(config, workdir, start_time=start_time)
         case "eval":
-            modes.evaluate(config, workdir, given.checkpoint, given.split, given.data, given.labels)
+            of_what = given.split, given.data, given.labels
+            modes.evaluate(config, workdir, given.checkpoint, *of_what, weights=given.weights)
         case "analyze":
             modes.analyze(config, workdir, given.checkpoint, given.baseline)
         case "predict":
             places = given.images, given.predictions, given.overlay
-            modes.predict(config, workdir, given.checkpoint, *places)
+            modes.predict(config, workdir, given.checkpoint, *places, weights=given.weights)
         case "compile":
             modes.compile_step(config)
+        case "quantize":
+            modes.quantize(config, workdir, given.checkpoint, given.weights or "int8")
         case "export":
-            modes.export(config, workdir, given.checkpoint, given.names)
+            if given.names == "c":
+                modes.export_c(config, workdir, given.weights or "int8")
+            else:
+                modes.export(config, workdir, given.checkpoint, given.names)
         case "compare":
             # With SciPy's statistics, half a second that no other mode has to wait for.
             from adder_flax.compare import mode

@@ -20,6 +20,7 @@ from adder_flax import (
     ops,
     own_cache,
     packed,
+    quantized,
     report,
     settings,
     tasks,
@@ -247,14 +248,19 @@ def evaluate(
     split: str = "eval",
     other_data: str = "",
     labels: str = "",
+    weights: str | None = None,
 ) -> None:
     """Scores a checkpoint, or ``config.init_from`` where there is none, on a split of the data."""
     config = training.with_statistics(config, workdir)
     run = training.build_run(
         config, eval_split=split, eval_data=other_data, eval_labels=labels, teach=False
     )
-    state, origin = _whole_state(run, workdir, checkpoint)
-    metrics = training.Evaluator(run)(training.evaluation_params(state))
+    if weights:
+        model, origin = _in_few_bits(run, workdir, weights)
+        metrics = training.Evaluator(run).score(model)
+    else:
+        state, origin = _whole_state(run, workdir, checkpoint)
+        metrics = training.Evaluator(run)(training.evaluation_params(state))
     shown = "  ".join(
         f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items()
     )
@@ -271,6 +277,7 @@ def predict(
     images: str | None,
     output: str | None,
     overlay: str | None,
+    weights: str | None = None,
 ) -> None:
     """Prints what images show; exits with code 1 where some files could not be read."""
     if images is None:
@@ -280,8 +287,11 @@ def predict(
     files = predicting.files_of(images)
     config = training.with_statistics(config, workdir)
     run = training.build_run(config, load=data.load_or_imitate, teach=False)
-    state, _ = _whole_state(run, workdir, checkpoint)
-    model = run.model(training.fetch(training.evaluation_params(state), run.mesh))
+    if weights:
+        model, _ = _in_few_bits(run, workdir, weights)
+    else:
+        state, _ = _whole_state(run, workdir, checkpoint)
+        model = run.model(training.fetch(training.evaluation_params(state), run.mesh))
     predictor = predicting.Predictor(run.task, model, run.eval_source)
     unread = predicting.predict_files(
         predictor, files, *(Path(place) if place else None for place in (output, overlay))
@@ -289,6 +299,85 @@ def predict(
     if unread:
         print(f"{unread} of {len(files)} files could not be read", file=sys.stderr)
         sys.exit(1)
+
+
+# Examples of the training split that grids are chosen on.
+_CALIBRATION_EXAMPLES = 64
+
+
+def quantize(config: Any, workdir: str | Path, checkpoint: str, weights: str) -> None:
+    """Writes a checkpoint's model in few bits beside the checkpoints, with what that loses."""
+    _require_one_process("quantize")
+    config, bits = training.with_statistics(config, workdir), int(weights.removeprefix("int"))
+    run = training.build_run(config, teach=False)
+    state = _restore(run, workdir, checkpoint)
+    params = training.fetch(training.evaluation_params(state), run.mesh)
+    model, split = run.model(params), f"{run.eval_source.name}/{run.eval_source.split}"
+    examples = run.train_source.first(_CALIBRATION_EXAMPLES)
+    with training.user_errors():
+        few = quantized.quantize_model(model, *run.task.inputs(examples), bits=bits)
+    evaluator = training.Evaluator(run)
+    scores = {"float32": evaluator(params), weights: evaluator.score(few)}
+    inputs = run.task.example().inputs
+    counted = {"float32": model, weights: few}
+    joules = {
+        name: counting.energy(counting.count_operations(each, *inputs)).total_arithmetic_joules
+        for name, each in counted.items()
+    }
+    path, best = _integers(workdir, weights), f"eval/{run.task.best.name}"
+    notes = {
+        "step": int(state["step"]),
+        "calibrated_on": f"the first {_CALIBRATION_EXAMPLES} of {run.train_source.split}",
+        "split": split,
+        "scores": scores,
+        "arithmetic_joules": joules,
+    }
+    size = interop.save_integers(few, path, bits=bits, network=_network(run), notes=notes)
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    _say(
+        f"{split} {run.task.best.name} {scores[weights][best]:.4f}, {scores['float32'][best]:.4f} "
+        f"in float32; arithmetic {joules[weights] / joules['float32']:.2f} of its energy (45 nm), "
+        f"{size / whole:.3f} of its bytes; step {notes['step']} in {path}"
+    )
+
+
+def export_c(config: Any, workdir: str | Path, weights: str) -> None:
+    """Writes what ``--mode=quantize`` wrote as a program in C under ``<workdir>/c``."""
+    config = training.with_statistics(config, workdir)
+    run = training.build_run(config, load=data.load_or_imitate, teach=False)
+    model, origin = _in_few_bits(run, workdir, weights)
+    facts, folder = run.task.data_facts, Path(workdir) / "c"
+    with training.user_errors():
+        interop.save_c(model, folder, mean=facts.mean, std=facts.std)
+    _say(f"{origin} at {folder}: cc -O2 -o classify model.c -lm; ./classify model.bin < IMAGES")
+
+
+def _in_few_bits(run: training.Run, workdir: str | Path, weights: str) -> tuple[nnx.Module, str]:
+    """Returns what ``--mode=quantize`` wrote, and in words what it is."""
+    like = run.model(training.evaluation_params(run.abstract_state))
+    with training.user_errors():
+        model, header = interop.load_integers(
+            like, _integers(workdir, weights), network=_network(run)
+        )
+    return model, f"step {header['notes']['step']} in {header['bits']} bits"
+
+
+def _integers(workdir: str | Path, weights: str) -> Path:
+    return Path(workdir) / f"{weights}.safetensors"
+
+
+def _network(run: training.Run) -> dict[str, Any]:
+    """Returns the fields of a configuration that tell a network and how images are made for it."""
+    fields = training.fingerprint(run.config)
+    told = ("model.", "data.mean", "data.std", "data.image_size")
+    return {name: value for name, value in fields.items() if name.startswith(told)}
+
+
+def _require_one_process(mode: str) -> None:
+    if jax.process_count() > 1:
+        raise training.RunError(
+            f"expected one process to {mode} a checkpoint, got {jax.process_count()}; start one"
+        )
 
 
 def export(config: Any, workdir: str | Path, checkpoint: str, names: str) -> None:
@@ -395,10 +484,7 @@ def analyze(
     config: Any, workdir: str | Path, checkpoint: str, baseline: str | Path | None = None
 ) -> None:
     """Measures the papers' claims on a checkpoint, beside a baseline, and writes a report."""
-    if jax.process_count() > 1:
-        raise training.RunError(
-            f"expected one process to analyze a checkpoint, got {jax.process_count()}; start one"
-        )
+    _require_one_process("analyze")
     other = None if baseline is None else _baseline(config, baseline)
     trained = _restore_to_study(config, workdir, checkpoint)
     study = report.STUDIES.get(trained.run.settings.task.name)(trained, other)

@@ -27,12 +27,16 @@ def adder_scores(
     key: Float[AnyArray, "*#batch key dim"],
     *,
     gradient: ops.RuleName = "sign",
+    bits: int | None = None,
 ) -> Float[Array, "*#batch query key"]:
     """-‖q - k‖₁ for every pair, in float32 or wider.
 
-    `gradient` is as in `adder_flax.ops.l1_scores`.
+    `gradient` is as in `adder_flax.ops.l1_scores`; `bits` round both, see
+    `adder_flax.ops.round_alike`.
     """
     _require_equal_widths("adder", query, key)
+    if bits:
+        query, key = ops.round_alike(query, key, bits=bits)
     return ops.l1_scores(query, key, gradient=gradient)
 
 

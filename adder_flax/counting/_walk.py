@@ -122,6 +122,9 @@ def walk(jaxpr: Any, tally: Tally, layer_of: Callable[[str], str], outer: str = 
         if name in KERNELS:
             for kind, amount in KERNELS.get(name)(equation).items():
                 tally.add(layer, kind, equation.outvars[0].aval.dtype, amount)
+        elif (terms := ops.byte_terms(equation)) is not None:
+            for kind, dtype in ((ADD, "uint8"), (ADD, "int32"), (L1, "uint8")):
+                tally.add(layer, kind, dtype, terms)
         else:
             # Of a sum over pairs its formula, whatever kernel would run.
             formula = ops.formula(equation)

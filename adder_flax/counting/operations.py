@@ -22,6 +22,7 @@ class Operations:
     Conventions: a sum over K terms is K additions (the accumulator starts empty, as in published
     counts of multiply-accumulates); a term |x − w| of an L1 distance is two additions, its
     difference and its accumulation, and the absolute value is free, being one bit of the operand.
+    Of bytes the difference is one of uint8, and what it is added to int32.
     :meth:`with_one_addition_per_l1_element` gives the other convention in use. Sign changes,
     selections, conversions and moves are not arithmetic. Taps of a convolution that fall on padding
     are not counted.

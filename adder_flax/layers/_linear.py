@@ -129,6 +129,8 @@ class AdderLinear(nnx.Module):
         one.
       param_dtype: dtype of the parameters.
       initial_scale: standard deviation of W's first values.
+      bits: x and W are rounded to so many, as of all rows of a call, see `ops.round_alike`: what is
+        trained so goes on in few bits (`adder_flax.quantized`). Curvature is that without.
       rngs: initialisation keys.
 
     Raises:
@@ -151,6 +153,7 @@ class AdderLinear(nnx.Module):
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         initial_scale: float = 1.0,
+        bits: int | None = None,
         rngs: nnx.Rngs,
     ):
         if norm not in ("layernorm", None):
@@ -162,6 +165,7 @@ class AdderLinear(nnx.Module):
         self.x_gradient: ops.RuleName = x_gradient
         self.w_gradient: ops.RuleName = w_gradient
         self.hardtanh_slope = hardtanh_slope
+        self.bits = bits
         # A number, not an array: off, it leaves no second product in the program.
         self.squared_share = 0.0
         self.dtype = dtype
@@ -201,6 +205,8 @@ class AdderLinear(nnx.Module):
         """
         dtype = self._dtype(rows)
         rows, kernel = rows.astype(dtype), self.kernel[...].astype(dtype)
+        if self.bits:
+            rows, kernel = ops.round_alike(rows, kernel, bits=self.bits)
         share = self.squared_share
 
         def l1(rows: Array | np.ndarray, kernel: Array) -> Array:

@@ -129,8 +129,8 @@ class AdderLinear(nn.Module):
 
     Attributes:
       features: number of outputs.
-      x_gradient, w_gradient, hardtanh_slope, norm, use_bias, dtype, param_dtype, initial_scale: as
-        there.
+      x_gradient, w_gradient, hardtanh_slope, norm, use_bias, dtype, param_dtype, initial_scale,
+        bits: as there.
 
     >>> import jax
     >>> AdderLinear(4).init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
@@ -146,6 +146,7 @@ class AdderLinear(nn.Module):
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
     initial_scale: float = 1.0
+    bits: int | None = None
 
     @nn.compact
     def __call__(
@@ -165,7 +166,10 @@ class AdderLinear(nn.Module):
         rows = inputs.reshape(-1, inputs.shape[-1])
         rules: dict[str, Any] = dict(x_gradient=self.x_gradient, w_gradient=self.w_gradient)
         rules["hardtanh_slope"] = self.hardtanh_slope
-        outputs = ops.adder_matmul(rows.astype(dtype), kernel.astype(dtype), **rules)
+        compared = rows.astype(dtype), kernel.astype(dtype)
+        if self.bits:
+            compared = ops.round_alike(*compared, bits=self.bits)
+        outputs = ops.adder_matmul(*compared, **rules)
         report_adder(rows, kernel, outputs, **rules)
         if self.norm is not None:
             norm = LayerNorm(

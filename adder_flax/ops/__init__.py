@@ -23,8 +23,8 @@ from adder_flax.ops._functions import (
     layer_norm,
 )
 from adder_flax.ops._fused import fused_attention, preferred_key_block
-from adder_flax.ops._primitive import formula
-from adder_flax.ops._sad import SadWeights, sad_matmul, sad_pack, sad_scores
+from adder_flax.ops._primitive import byte_terms, formula
+from adder_flax.ops._sad import SadWeights, round_alike, sad_matmul, sad_pack, sad_scores
 
 __all__ = [
     "Backend",
@@ -37,6 +37,7 @@ __all__ = [
     "available_backends",
     "backend_report",
     "build_in_background",
+    "byte_terms",
     "exact_gradients",
     "formula",
     "fused_attention",
@@ -44,6 +45,7 @@ __all__ = [
     "layer_norm",
     "preferred_key_block",
     "register_backend",
+    "round_alike",
     "sad_matmul",
     "sad_pack",
     "sad_scores",

@@ -16,7 +16,7 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _MOST_GROUPS = 64
 
 
-def _as_floating(**arrays) -> list[jax.Array]:
+def as_floating(**arrays) -> list[jax.Array]:
     """Returns the arrays as those of JAX; raises TypeError unless their dtypes are computed in."""
     found = list(map(jnp.asarray, arrays.values()))
     for name, array in zip(arrays, found, strict=True):
@@ -90,7 +90,7 @@ def adder_matmul(
         y = call(backend, "l1", rows, columns, axes="kn", x_rule=x_rule, w_rule=w_rule)
         return y.reshape(*x.shape[:-1], w.shape[-1])
 
-    x, w = _as_floating(x=x, w=w)
+    x, w = as_floating(x=x, w=w)
     leading = [f"b{axis}" for axis in range(x.ndim - 1)]
     return keep_explicit_axes(product, [x, w], [[*leading, "k"], ["k", "n"]], [*leading, "n"])
 
@@ -126,7 +126,7 @@ def adder_matmul_jvp(
     >>> print(ops.adder_matmul_jvp(x, w, None, jnp.ones_like(w)))  # (1 - 0) + (2 - 5)
     [[-2.]]
     """
-    x, w = _as_floating(x=x, w=w)
+    x, w = as_floating(x=x, w=w)
     rows, columns = _adder_operands(x, w)
     x_rule = GradientRule(x_gradient, hardtanh_slope)
     w_rule = GradientRule(w_gradient, hardtanh_slope)
@@ -178,7 +178,7 @@ def l1_scores(
         backend = resolve_backend(query.dtype)
         return call(backend, "l1", query, key, axes="nk", x_rule=rule, w_rule=rule)
 
-    query, key = _as_floating(query=query, key=key)
+    query, key = as_floating(query=query, key=key)
     axes = [pair_axes(query, "mk"), pair_axes(key, "nk")]
     return keep_explicit_axes(scores, [query, key], axes, result_axes(query, key))
 
@@ -237,7 +237,7 @@ def additive_scores(
     >>> ops.additive_scores(query, key, v).shape
     (2, 4)
     """
-    query, key, v = _as_floating(query=query, key=key, v=v)
+    query, key, v = as_floating(query=query, key=key, v=v)
     axes = [pair_axes(query, "mk"), pair_axes(key, "nk"), pair_axes(v, "k")]
     return keep_explicit_axes(_additive, [query, key, v], axes, result_axes(query, key))
 
@@ -290,7 +290,7 @@ def layer_norm(
     >>> ops.layer_norm(jnp.array([[1.0, 3.0]]), jnp.ones(2), jnp.zeros(2), epsilon=0.0).tolist()
     [[-1.0, 1.0]]
     """
-    x, scale, bias = _as_floating(x=x, scale=scale, bias=bias)
+    x, scale, bias = as_floating(x=x, scale=scale, bias=bias)
     if x.ndim == 0 or not scale.shape == bias.shape == x.shape[-1:]:
         raise ValueError(
             f"expected scale and bias of shape {x.shape[-1:]}, one number for each feature of x of "

@@ -98,6 +98,21 @@ def formula(equation: JaxprEqn) -> ClosedJaxpr | None:
     return jax.make_jaxpr(_on_leading_axes(get_backend("reference"), method, options))(*operands)
 
 
+def byte_terms(equation: JaxprEqn) -> int | None:
+    """Returns how many differences of bytes an equation of a jaxpr sums up, or None if it is no
+    such sum.
+
+    >>> from adder_flax import ops
+    >>> x = jnp.ones((2, 3), jnp.uint8)
+    >>> traced = jax.make_jaxpr(ops.sad_scores)(x, x)
+    >>> ops.byte_terms(traced.eqns[-1])
+    12
+    """
+    if equation.primitive is not _pairs or equation.params["method"] != "sad":
+        return None
+    return math.prod(equation.outvars[0].aval.shape) * equation.invars[0].aval.shape[-1]
+
+
 @functools.cache
 def _own_axes(method: str, axes: str = "") -> list[list[str]]:
     """Returns the axes of the operands and of the results of a function, where `w` has `axes`."""

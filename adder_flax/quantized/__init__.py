@@ -1,4 +1,4 @@
-"""Adder layers in few bits, for inference: functions first, then the module."""
+"""Adder layers, adder scores and whole models in few bits, for inference: functions first."""
 
 from adder_flax.quantized._adder import (
     AdderWeights,
@@ -9,13 +9,20 @@ from adder_flax.quantized._adder import (
     quantize_weights,
 )
 from adder_flax.quantized._linear import AdderLinear
+from adder_flax.quantized._model import empty_like, quantize_model
+from adder_flax.quantized._scores import byte_score, byte_scores, calibrate_scores
 
 __all__ = [
     "AdderLinear",
     "AdderWeights",
     "Grid",
     "adder_linear",
+    "byte_score",
+    "byte_scores",
     "calibrate",
+    "calibrate_scores",
+    "empty_like",
     "quantize",
+    "quantize_model",
     "quantize_weights",
 ]

@@ -24,13 +24,13 @@ class Grid:
     """The numbers lowest + scale · byte, for bytes from 0 to 2^bits - 1.
 
     Attributes:
-      lowest: the least of them.
-      scale: from one to the next.
+      lowest: the least of them; of several grids an array, which broadcasts against the numbers.
+      scale: from one to the next, likewise.
       bits: from 1 to 8; a byte of memory each, however few.
     """
 
-    lowest: Float[ArrayLike, ""]
-    scale: Float[ArrayLike, ""]
+    lowest: Float[ArrayLike, "..."]
+    scale: Float[ArrayLike, "..."]
     bits: int = dataclasses.field(default=8, metadata={"static": True})
 
     @property
@@ -38,7 +38,7 @@ class Grid:
         """The largest byte."""
         return 2**self.bits - 1
 
-    def clamp(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    def clamp(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Returns the nearest numbers between the ends of the grid."""
         return jnp.clip(x, self.lowest, self.lowest + self.scale * self.levels)
 
@@ -59,14 +59,15 @@ class AdderWeights:
     grid: Grid
 
 
-def quantize(x: Float[ArrayLike, "*shape"], grid: Grid) -> UInt8[Array, "*shape"]:
+def quantize(x: Float[ArrayLike, "..."], grid: Grid) -> UInt8[Array, "..."]:
     """Returns the bytes of the nearest numbers of a grid.
 
     Example:
       >>> quantize(jnp.array([-9.0, 0.4, 1.6, 9.0]), Grid(lowest=-1.0, scale=1.0, bits=2)).tolist()
       [0, 1, 3, 3]
     """
-    steps = jnp.round((jnp.asarray(x, jnp.float32) - grid.lowest) / grid.scale)
+    # A product for each number, in place of a division.
+    steps = jnp.round((jnp.asarray(x, jnp.float32) - grid.lowest) * (1 / grid.scale))
     return jnp.clip(steps, 0, grid.levels).astype(jnp.uint8)
 
 
@@ -162,26 +163,33 @@ def calibrate(
       >>> float(grid.lowest), float(grid.scale * grid.levels)  # from 1 to 2
       (1.0, 1.0)
     """
+    check_bits(bits)
     inputs, kernel = np.asarray(inputs, np.float32), np.asarray(kernel, np.float32)
-    if bits not in range(1, 9):
-        raise ValueError(f"expected from 1 to 8 bits, got {bits}; choose 8, 6 or 4")
     if inputs.size == 0 or inputs.shape[-1] != kernel.shape[0]:
         raise ValueError(
             f"expected inputs of shape (..., {kernel.shape[0]}), as the kernel has rows, got "
             f"{inputs.shape}; give what the layer is called with on some training examples"
         )
     sums = ops.adder_matmul(inputs, kernel)
-    grids = [_grid(inputs, kernel, bits, share) for share in clamped_shares]
 
     def error(grid):
         return float(jnp.square(adder_linear(inputs, quantize_weights(kernel, grid)) - sums).mean())
 
-    return min(grids, key=error)
+    return min(grids_of(inputs, kernel, bits, clamped_shares), key=error)
 
 
-def _grid(inputs: np.ndarray, kernel: np.ndarray, bits: int, share: float) -> Grid:
-    ends = np.array([np.quantile(array, [share, 1 - share]) for array in (inputs, kernel)])
-    lowest, highest = ends[:, 0].max(), ends[:, 1].min()
+def check_bits(bits: int) -> None:
+    """Raises ValueError for bits that a byte does not have."""
+    if bits not in range(1, 9):
+        raise ValueError(f"expected from 1 to 8 bits, got {bits}; choose 8, 6 or 4")
+
+
+def grids_of(a: np.ndarray, b: np.ndarray, bits: int, shares: Sequence[float]) -> list[Grid]:
+    """The grids that reach as far as both arrays do, but for a share of their numbers."""
+    beyond = np.asarray(shares)
+    lowest = np.max([np.quantile(array, beyond) for array in (a, b)], axis=0)
+    highest = np.min([np.quantile(array, 1 - beyond) for array in (a, b)], axis=0)
     # Where the two do not meet, all is excess and any grid between them will do.
-    width = max(highest - lowest, np.finfo(np.float32).tiny * 2**bits)
-    return Grid(jnp.float32(lowest), jnp.float32(width / (2**bits - 1)), bits)
+    steps = np.maximum(highest - lowest, np.finfo(np.float32).tiny * 2**bits) / (2**bits - 1)
+    pairs = zip(jnp.float32(lowest), jnp.float32(steps), strict=True)
+    return [Grid(least, step, bits) for least, step in pairs]

@@ -5,10 +5,16 @@ from typing import Any
 import flax.nnx as nnx
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, ArrayLike, Float, UInt8
 
 from adder_flax import layers
-from adder_flax.quantized._adder import AdderWeights, adder_linear, calibrate, quantize_weights
+from adder_flax.quantized._adder import (
+    AdderWeights,
+    adder_linear,
+    calibrate,
+    quantize,
+    quantize_weights,
+)
 
 
 class AdderLinear(nnx.Module):
@@ -41,7 +47,10 @@ class AdderLinear(nnx.Module):
 
     @classmethod
     def from_layer(
-        cls, layer: layers.AdderLinear, inputs: Float[Array, "*batch in_features"], **options: Any
+        cls,
+        layer: layers.AdderLinear,
+        inputs: Float[ArrayLike, "*batch in_features"],
+        **options: Any,
     ) -> "AdderLinear":
         """Returns a trained layer in few bits; what stands behind its sums stays as it is.
 
@@ -59,17 +68,26 @@ class AdderLinear(nnx.Module):
                 f"{layer.squared_share}; call set_squared_share(0.0) and train it so"
             )
         kernel = layer.kernel[...]
+        grid = calibrate(inputs, kernel, **options)
+        return cls.of_weights(layer, quantize_weights(kernel, grid))
+
+    @classmethod
+    def of_weights(cls, layer: layers.AdderLinear, weights: AdderWeights) -> "AdderLinear":
+        """Returns a layer in few bits with weights of its own and the rest of another."""
+        dtype = layer.kernel[...].dtype if layer.dtype is None else layer.dtype
         return cls(
-            quantize_weights(kernel, calibrate(inputs, kernel, **options)),
+            weights,
             norm=None if layer.norm is None else nnx.clone(layer.norm),
             bias=None if layer.bias is None else layer.bias[...],
-            dtype=kernel.dtype if layer.dtype is None else layer.dtype,
+            dtype=dtype,
         )
 
     def __call__(
         self, inputs: Float[Array, "*batch in_features"] | UInt8[Array, "*batch in_features"]
     ) -> Float[Array, "*batch out_features"]:
-        sums = adder_linear(inputs, self.weights)
         if self.norm is not None:
-            return self.norm(sums).astype(self.dtype)
+            # It takes off what is the same for all outputs, as an excess of the inputs is.
+            inputs = quantize(inputs, self.weights.grid) if inputs.dtype != jnp.uint8 else inputs
+            return self.norm(adder_linear(inputs, self.weights)).astype(self.dtype)
+        sums = adder_linear(inputs, self.weights)
         return sums if self.bias is None else sums + self.bias

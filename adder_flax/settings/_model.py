@@ -35,6 +35,13 @@ class AdderOptions:
     gradient: Literal["sign", "full", "hardtanh"] = setting(
         "sign", "adder: the rule of its derivative"
     )
+    bits: int | None = setting(
+        0,
+        "adder: queries and keys are rounded to so many, straight through; 0: not",
+        words={0: None},
+        ge=1,
+        le=8,
+    )
 
 
 SCORE_OPTIONS: Registry[type] = Registry("score", "adder_flax.attention.register_score")
@@ -118,6 +125,13 @@ class AdderSettings:
     )
     initial_scale: float = setting(
         1.0, "standard deviation of their weights' first values", ge=1e-6, le=1e6
+    )
+    bits: int | None = setting(
+        0,
+        "their inputs and weights are rounded to so many, straight through; 0: not",
+        words={0: None},
+        ge=1,
+        le=8,
     )
 
 

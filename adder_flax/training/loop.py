@@ -5,11 +5,13 @@ import dataclasses
 import math
 import signal
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from flax import nnx
 
 from adder_flax import data, ops
 from adder_flax.errors import NonFiniteLossError, RunError
@@ -23,7 +25,8 @@ from adder_flax.training.metrics import MetricWriter
 from adder_flax.training.processes import InterruptWatch, StopVote
 from adder_flax.training.progress import DeferredMetrics, Profiler, Progress
 from adder_flax.training.setup import Run
-from adder_flax.training.step import State, evaluation_params, step_keys
+from adder_flax.training.skeleton import joined, take_apart
+from adder_flax.training.step import State, evaluation_params, make_eval_step, step_keys
 from adder_flax.training.workdir import (
     changed_data,
     check_jax_settings,
@@ -49,11 +52,19 @@ class Evaluator:
 
     def __call__(self, params: Any) -> dict[str, float]:
         """Returns the task's scores of the split, ``{"eval/<name>": value}``."""
+        return self._score(self._run.program.eval_step, params)
+
+    def score(self, model: nnx.Module) -> dict[str, float]:
+        """Returns the same of another model with the inputs and outputs of the run's."""
+        skeleton, params = take_apart(model)
+        return self._score(jax.jit(make_eval_step(skeleton, self._run.program.task)), params)
+
+    def _score(self, eval_step: Callable[..., Any], params: Any) -> dict[str, float]:
         sums = []
         with jax.set_mesh(self._run.mesh):
             for batch in self._batches:
                 batch = sharding.put_batch(batch, self._run.mesh)
-                sums.append(self._run.program.eval_step(params, batch, self._run.hyper))
+                sums.append(eval_step(params, batch, self._run.hyper))
                 # Two batches are on their way at most, however fast they are read.
                 jax.block_until_ready(sums[-2:][0])
         total = jax.tree.map(lambda *values: math.fsum(map(float, values)), *sums)

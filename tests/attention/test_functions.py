@@ -408,3 +408,24 @@ def test_a_misspelt_option_is_refused():
         attention.adder_attention(*make_inputs(2, 2), temprature=2.0)
     with pytest.raises(ValueError, match="'qk_attn_weights_einsum' at Flax's default"):
         attention.dot_product_attention(*make_inputs(2, 2), qk_attn_weights_einsum=jnp.einsum)
+
+
+def test_few_bits_round_queries_and_keys_to_one_grid_with_the_gradient_of_the_distance():
+    rng = np.random.default_rng(0)
+    # 8 levels from -2 to 1.5, all within three deviations of both.
+    query, key, value = (rng.choice([-2.0, -1.0, 0.5, 1.5], (2, 5, 3, 4)) for _ in range(3))
+    query, key = (
+        np.float32(query),
+        np.float32(np.where(abs(key) < 1.2, key + rng.uniform(-0.2, 0.2, key.shape), key)),
+    )
+    few = functools.partial(attention.adder_scores, bits=3)
+    rounded = np.clip(-2 + 0.5 * np.round((key + 2) / 0.5), -2, 1.5)
+    assert (rounded != key).any()
+    expected = -np.abs(query[..., :, None, :] - rounded[..., None, :, :]).sum(-1)
+    np.testing.assert_allclose(few(query, key), expected, atol=1e-5)
+    slopes = jax.grad(lambda key: few(query, key).sum())(key)
+    signs = np.sign(query[..., :, None, :] - rounded[..., None, :, :]).sum(-3)
+    np.testing.assert_array_equal(slopes, signs)
+    options = dict(score="adder", identity=False)
+    got = attention.attend(query, key, value, **options, score_options={"bits": 3})
+    np.testing.assert_allclose(got, attention.attend(query, rounded, value, **options), atol=1e-5)

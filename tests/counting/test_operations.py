@@ -195,6 +195,21 @@ def test_l1_and_additive_scores():
     assert counted.exponentials == counted.multiplications == counted.additions / 2 == pairs
 
 
+def test_a_term_of_bytes_is_a_difference_of_bytes_and_a_wide_addition():
+    counted = count_operations(ops.sad_matmul, spec(3, 4, dtype="uint8"), spec(4, 5, dtype="uint8"))
+    assert counted.counts == {
+        ("additions", "uint8"): 60,
+        ("additions", "int32"): 60,
+        ("l1_elements", "uint8"): 60,
+    }
+    assert counted.bytes_at_boundary == counted.bytes_moved == 12 + 20 + 4 * 15
+    # Horowitz, 2014: 0.03 pJ for 8 bits, 0.1 pJ for 32.
+    assert energy(counted).total_arithmetic_joules == pytest.approx(60 * 0.13e-12)
+    accumulated = counted.with_one_addition_per_l1_element().counts
+    assert accumulated["additions", "uint8"] == 0
+    assert accumulated["additions", "int32"] == 60
+
+
 def test_a_difference_without_absolute_value_is_no_l1_element():
     squares = lambda x, y: jnp.sum(jnp.square(x - y)) + jnp.sum(jnp.abs(x))
     assert count_operations(squares, spec(5), spec(5)).l1_elements == 0

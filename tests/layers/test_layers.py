@@ -130,6 +130,35 @@ def test_adder_linear_passes_its_gradient_rules_on(x_gradient, w_gradient, slope
     np.testing.assert_allclose(dw["kernel"], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("make", ["nnx", "linen"])
+def test_few_bits_round_inputs_and_weights_to_one_grid_straight_through(make):
+    x, g = rows(30, 6), rows(30, 4, seed=1)
+    options = dict(bits=3, x_gradient="full", norm=None, use_bias=False)
+    if make == "nnx":
+        layer = layers.AdderLinear(6, 4, **options, rngs=nnx.Rngs(0))
+        kernel, graphdef = layer.kernel[...], nnx.split(layer)[0]
+        apply = lambda kernel, x: nnx.merge(graphdef, {"kernel": kernel})(x)
+    else:
+        layer = linen.AdderLinear(4, **options)
+        kernel = layer.init(jax.random.key(0), x)["params"]["kernel"]
+        apply = lambda kernel, x: layer.apply({"params": {"kernel": kernel}}, x)
+    got, pull = jax.vjp(apply, kernel, x)
+    a, b = (np.asarray(array, np.float64) for array in (x, kernel))
+    reach = [
+        (max(z.min(), z.mean() - 3 * z.std()), min(z.max(), z.mean() + 3 * z.std())) for z in (a, b)
+    ]
+    lowest, highest = max(r[0] for r in reach), min(r[1] for r in reach)
+    grid = np.linspace(lowest, highest, 8)
+    nearest = lambda z: grid[np.abs(z[..., None] - grid).argmin(-1)]
+    a, b = (np.where((z > lowest) & (z < highest), nearest(z), z) for z in (a, b))
+    assert 0.02 < (a != nearest(a)).mean() < 0.5  # some lie beyond
+    np.testing.assert_allclose(got, -np.abs(a[:, :, None] - b).sum(1), rtol=1e-5)
+    difference = b - a[:, :, None]
+    dw, dx = pull(jnp.asarray(g))
+    np.testing.assert_allclose(dx, np.einsum("mko,mo->mk", difference, g), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(dw, -np.einsum("mko,mo->ko", difference, g), rtol=1e-4, atol=1e-4)
+
+
 def test_adder_linear_normalises_before_it_rounds():
     """At K = 768 the sums lie near -866, where bfloat16 has a spacing of 4: rounding them first
     loses the signal."""

@@ -1,0 +1,289 @@
+/* A vision transformer whose adder layers and attention scores are sums of absolute differences of
+ * bytes. C99 and libm, no allocation. Everything else is float.
+ *
+ *     cc -O2 -o classify model.c -lm
+ *     ./classify model.bin < IMAGES
+ *
+ * IMAGES are bytes: ROWS x COLUMNS x CHANNELS of each image, row by row, one image after the other.
+ * For each image a line: the class, counted from 0, and the logits of all.
+ *
+ * An adder layer compares its inputs x with prototypes w: y[o] = -sum over k of |x[k] - w[k][o]|.
+ * Both are rounded to numbers lowest + step * byte, so the sum is one of integers, times step. What
+ * lies beyond the largest or smallest of these numbers is clamped; for the weights that takes a
+ * constant from each output, `excess`, which is added again. For the inputs it takes the same from
+ * all outputs, which the LayerNorm behind takes off anyway.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+/* SIZES */
+
+#define GRID_ROWS (ROWS / PATCH)
+#define GRID_COLUMNS (COLUMNS / PATCH)
+#define PATCHES (GRID_ROWS * GRID_COLUMNS)
+#define TOKENS (PREFIX + PATCHES)
+#define PIXELS (PATCH * PATCH * CHANNELS)
+#define HEAD (WIDTH / HEADS)
+
+/* The weights file is this struct, little-endian; every part of it takes a multiple of 4 bytes. */
+
+typedef struct {
+    float lowest, step;
+} Grid;
+
+typedef struct {
+    float scale[WIDTH], bias[WIDTH];
+} Norm;
+
+#define ADDER_LAYER(inputs, outputs)                              \
+    struct {                                                      \
+        Grid grid;                                                \
+        float excess[outputs], scale[outputs], bias[outputs];     \
+        uint8_t weight[((inputs) * (outputs) + 3) / 4 * 4];       \
+    }
+
+typedef struct {
+    Norm norm1;
+    ADDER_LAYER(WIDTH, WIDTH) query, key, value, out;
+    Grid score[HEADS];
+    float score_factor[HEADS];
+    Norm norm2;
+    ADDER_LAYER(WIDTH, HIDDEN) fc1;
+    ADDER_LAYER(HIDDEN, WIDTH) fc2;
+} Block;
+
+typedef struct {
+    char magic[8];
+    uint32_t sizes[SIZES_COUNT], checksum;
+    float mean[CHANNELS], deviation[CHANNELS];
+    float patch[PIXELS][WIDTH], patch_bias[WIDTH];
+    float prefix[PREFIX + !PREFIX][WIDTH], position[TOKENS][WIDTH];
+    Block block[DEPTH];
+    Norm norm;
+    float head[WIDTH][CLASSES], head_bias[CLASSES];
+} Model;
+
+static Model model;
+typedef char no_gap_in_model[sizeof(Model) == MODEL_BYTES ? 1 : -1];
+
+/* Returns the sum of |a[k] - b[k]|: the one loop that takes the time. */
+static uint32_t distance(const uint8_t *a, const uint8_t *b, int length)
+{
+    uint32_t sum = 0;
+    for (int k = 0; k < length; k++)
+        sum += (uint32_t)(a[k] > b[k] ? a[k] - b[k] : b[k] - a[k]);
+    return sum;
+}
+
+static void quantize(const float *x, uint8_t *bytes, int length, Grid grid)
+{
+    const float inverse = 1 / grid.step;
+    for (int k = 0; k < length; k++) {
+        float steps = rintf((x[k] - grid.lowest) * inverse);
+        bytes[k] = (uint8_t)(steps > LEVELS ? LEVELS : steps > 0 ? steps : 0);
+    }
+}
+
+static void normalize(float *x, const float *scale, const float *bias, int length, double epsilon)
+{
+    double mean = 0, variance = 0;
+    for (int k = 0; k < length; k++)
+        mean += x[k];
+    mean /= length;
+    for (int k = 0; k < length; k++)
+        variance += (x[k] - mean) * (x[k] - mean);
+    double factor = 1 / sqrt(variance / length + epsilon);
+    for (int k = 0; k < length; k++)
+        x[k] = (float)((x[k] - mean) * factor) * scale[k] + bias[k];
+}
+
+/* One row of an adder layer and the LayerNorm behind it. */
+static void adder(const float *x, float *y, int inputs, int outputs, Grid grid, const float *excess,
+                  const float *scale, const float *bias, const uint8_t *weight)
+{
+    static uint8_t bytes[WIDTH > HIDDEN ? WIDTH : HIDDEN];
+    quantize(x, bytes, inputs, grid);
+    for (int o = 0; o < outputs; o++)
+        y[o] = -((float)distance(bytes, weight + o * inputs, inputs) * grid.step + excess[o]);
+    normalize(y, scale, bias, outputs, ADDER_EPSILON);
+}
+
+#define ADDER(layer, x, y, inputs, outputs)                                                 \
+    adder(x, y, inputs, outputs, (layer).grid, (layer).excess, (layer).scale, (layer).bias, \
+          (layer).weight)
+
+/* y[i] = sum over j of softmax_j(factor * score(q[i], k[j])) v[j], and v[i] where IDENTITY. */
+static void attend(float query[TOKENS][WIDTH], float key[TOKENS][WIDTH], float value[TOKENS][WIDTH],
+                   float output[TOKENS][WIDTH], const Block *block)
+{
+    static uint8_t queries[TOKENS][HEAD], keys[TOKENS][HEAD];
+    static float excess[TOKENS], weight[TOKENS];
+    for (int head = 0; head < HEADS; head++) {
+        const int first = head * HEAD;
+        const Grid grid = block->score[head];
+        const float highest = grid.lowest + grid.step * LEVELS;
+        for (int i = 0; i < TOKENS; i++) {
+            quantize(query[i] + first, queries[i], HEAD, grid);
+            quantize(key[i] + first, keys[i], HEAD, grid);
+            excess[i] = 0;
+            for (int c = first; c < first + HEAD; c++) {
+                float k = key[i][c];
+                excess[i] += k > highest ? k - highest : k < grid.lowest ? grid.lowest - k : 0;
+            }
+        }
+        for (int i = 0; i < TOKENS; i++) {
+            float largest = -INFINITY, sum = 0;
+            for (int j = 0; j < TOKENS; j++) {
+                float far = (float)distance(queries[i], keys[j], HEAD) * grid.step + excess[j];
+                weight[j] = -far * block->score_factor[head];
+                largest = weight[j] > largest ? weight[j] : largest;
+            }
+            for (int j = 0; j < TOKENS; j++) {
+                weight[j] = expf(weight[j] - largest);
+                sum += weight[j];
+            }
+            for (int c = first; c < first + HEAD; c++) {
+                float mixed = 0;
+                for (int j = 0; j < TOKENS; j++)
+                    mixed += weight[j] * value[j][c];
+                output[i][c] = mixed / sum + (IDENTITY ? value[i][c] : 0);
+            }
+        }
+    }
+}
+
+static void apply_block(float token[TOKENS][WIDTH], const Block *block)
+{
+    static float query[TOKENS][WIDTH], key[TOKENS][WIDTH], value[TOKENS][WIDTH];
+    static float mixed[TOKENS][WIDTH], row[WIDTH], hidden[HIDDEN];
+    for (int i = 0; i < TOKENS; i++) {
+        memcpy(row, token[i], sizeof row);
+        normalize(row, block->norm1.scale, block->norm1.bias, WIDTH, EPSILON);
+        ADDER(block->query, row, query[i], WIDTH, WIDTH);
+        ADDER(block->key, row, key[i], WIDTH, WIDTH);
+        ADDER(block->value, row, value[i], WIDTH, WIDTH);
+    }
+    attend(query, key, value, mixed, block);
+    for (int i = 0; i < TOKENS; i++) {
+        ADDER(block->out, mixed[i], row, WIDTH, WIDTH);
+        for (int c = 0; c < WIDTH; c++)
+            token[i][c] += row[c];
+        memcpy(row, token[i], sizeof row);
+        normalize(row, block->norm2.scale, block->norm2.bias, WIDTH, EPSILON);
+        ADDER(block->fc1, row, hidden, WIDTH, HIDDEN);
+        for (int c = 0; c < HIDDEN; c++) /* GELU */
+            hidden[c] = hidden[c] * (1 + erff(hidden[c] * 0.70710678f)) / 2;
+        ADDER(block->fc2, hidden, row, HIDDEN, WIDTH);
+        for (int c = 0; c < WIDTH; c++)
+            token[i][c] += row[c];
+    }
+}
+
+static void embed(const uint8_t *image, float token[TOKENS][WIDTH])
+{
+    if (PREFIX)
+        memcpy(token, model.prefix, sizeof model.prefix);
+    for (int patch = 0; patch < PATCHES; patch++) {
+        float *row = token[PREFIX + patch];
+        const int top = patch / GRID_COLUMNS * PATCH, left = patch % GRID_COLUMNS * PATCH;
+        memcpy(row, model.patch_bias, sizeof model.patch_bias);
+        for (int pixel = 0; pixel < PIXELS; pixel++) {
+            const int channel = pixel % CHANNELS, place = pixel / CHANNELS;
+            const int y = top + place / PATCH, x = left + place % PATCH;
+            float shown = (float)image[(y * COLUMNS + x) * CHANNELS + channel] / 255;
+            shown = (shown - model.mean[channel]) / model.deviation[channel];
+            for (int c = 0; c < WIDTH; c++)
+                row[c] += shown * model.patch[pixel][c];
+        }
+    }
+    for (int i = 0; i < TOKENS; i++)
+        for (int c = 0; c < WIDTH; c++)
+            token[i][c] += model.position[i][c];
+}
+
+static void classify(const uint8_t *image, float logits[CLASSES])
+{
+    static float token[TOKENS][WIDTH], pooled[WIDTH];
+    embed(image, token);
+    for (int number = 0; number < DEPTH; number++)
+        apply_block(token, &model.block[number]);
+    for (int i = 0; i < TOKENS && !FC_NORM; i++)
+        normalize(token[i], model.norm.scale, model.norm.bias, WIDTH, EPSILON);
+    memcpy(pooled, token[0], sizeof pooled);
+    for (int c = 0; c < WIDTH && MEAN_POOLING; c++) {
+        pooled[c] = 0;
+        for (int i = PREFIX; i < TOKENS; i++)
+            pooled[c] += token[i][c] / PATCHES;
+    }
+    if (FC_NORM)
+        normalize(pooled, model.norm.scale, model.norm.bias, WIDTH, EPSILON);
+    memcpy(logits, model.head_bias, sizeof model.head_bias);
+    for (int c = 0; c < WIDTH; c++)
+        for (int class = 0; class < CLASSES; class++)
+            logits[class] += pooled[c] * model.head[c][class];
+}
+
+/* CRC-32 of all that lies behind the checksum. */
+static uint32_t checksum(void)
+{
+    const uint8_t *bytes = (const uint8_t *)model.mean, *end = (const uint8_t *)(&model + 1);
+    uint32_t sum = 0xFFFFFFFF;
+    for (; bytes < end; bytes++) {
+        sum ^= *bytes;
+        for (int bit = 0; bit < 8; bit++)
+            sum = sum >> 1 ^ (0xEDB88320 & -(sum & 1));
+    }
+    return ~sum;
+}
+
+/* Returns NULL, or what is wrong with the weights file. */
+static const char *load(const char *path)
+{
+    static const uint32_t sizes[SIZES_COUNT] = {SIZES_LIST};
+    FILE *file = fopen(path, "rb");
+    if (!file)
+        return "a readable file, got none";
+    size_t whole = fread(&model, sizeof model, 1, file);
+    int rest = fgetc(file);
+    fclose(file);
+    if (whole != 1 || rest != EOF)
+        return "as many bytes as this network's weights have, got others";
+    if (memcmp(model.magic, "ADDER8C1", 8) || memcmp(model.sizes, sizes, sizeof sizes))
+        return "weights of this network on a little-endian processor, got others";
+    if (model.checksum != checksum())
+        return "the bytes that were written, got damaged ones";
+    return NULL;
+}
+
+int main(int count, char **arguments)
+{
+    static uint8_t image[ROWS * COLUMNS * CHANNELS];
+    static float logits[CLASSES];
+    if (count != 2) {
+        fprintf(stderr, "expected one weights file and images on the standard input\n");
+        return 2;
+    }
+    const char *wrong = load(arguments[1]);
+    if (wrong) {
+        fprintf(stderr, "%s: expected %s; export it again\n", arguments[1], wrong);
+        return 1;
+    }
+    size_t got;
+    while ((got = fread(image, 1, sizeof image, stdin)) == sizeof image) {
+        int best = 0;
+        classify(image, logits);
+        for (int class = 1; class < CLASSES; class++)
+            best = logits[class] > logits[best] ? class : best;
+        printf("%d", best);
+        for (int class = 0; class < CLASSES; class++)
+            printf(" %.9g", logits[class]);
+        printf("\n");
+    }
+    if (got) {
+        fprintf(stderr, "expected images of %zu bytes, got %zu at the end\n", sizeof image, got);
+        return 1;
+    }
+    return 0;
+}

@@ -1,0 +1,139 @@
+"""Whole models in few bits: adder layers and adder scores exchanged, all else left as it is."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from adder_flax import attention, layers, recorder
+from adder_flax.attention import MultiHeadAttention, SequenceAttention
+from adder_flax.quantized._adder import Grid, quantize_weights
+from adder_flax.quantized._linear import AdderLinear
+from adder_flax.quantized._scores import byte_score, calibrate_scores
+
+# So many rows of a layer's inputs, and pairs of a head's tokens, say enough of its grid.
+_MOST_ROWS, _MOST_PAIRS = 4096, 2**18
+
+
+def quantize_model(model: nnx.Module, *inputs: Any, bits: int = 8) -> nnx.Module:
+    """Returns a trained model whose adder layers and adder scores are sums of integers.
+
+    Each layer, and each head's scores, gets a grid of its own, by what reaches it from `inputs`:
+    see `calibrate` and `calibrate_scores`. What is neither stays as it is: patch embedding, norms,
+    softmax, the product of map and values, heads.
+
+    Args:
+      model: of `layers.AdderLinear` and attention with adder scores, in some places or all; it is
+        not changed.
+      *inputs: what it is called with on some training examples.
+      bits: from 1 to 8.
+
+    Raises:
+      ValueError: the model has neither, or as `calibrate` and `AdderLinear.from_layer` say.
+
+    Example:
+      >>> from adder_flax.models import VisionTransformer
+      >>> sizes = dict(image_size=4, patch_size=2, channels=1, width=16, depth=1, num_heads=2)
+      >>> model = VisionTransformer(**sizes, score="adder", mlp_linear="adder", rngs=nnx.Rngs(0))
+      >>> images = nnx.Rngs(1).normal((20, 4, 4, 1))
+      >>> few = quantize_model(model, images)
+      >>> bool(jnp.allclose(few(images), model(images), atol=0.05)), type(few.blocks[0].mlp.fc1)
+      (True, <class 'adder_flax.quantized._linear.AdderLinear'>)
+    """
+    wanted = {"adder": ["rows"], "attention": ["query", "key"]}
+    _, records = recorder.record(wanted, model, *inputs)
+    seen: dict[str, Mapping[str, Any]] = {record.path: record.arrays for record in records}
+
+    def at(path: str) -> Mapping[str, Any]:
+        if path not in seen:
+            raise ValueError(
+                f"expected examples that reach every adder layer and score, got none at {path!r}; "
+                "give some that do"
+            )
+        return seen[path]
+
+    def layer_of(path: str, layer: layers.AdderLinear) -> AdderLinear:
+        rows = np.asarray(at(path)["rows"], np.float32).reshape(-1, layer.in_features)
+        return AdderLinear.from_layer(layer, rows[:: 1 + len(rows) // _MOST_ROWS], bits=bits)
+
+    def grid_of(path: str, _: int) -> Grid:
+        heads = [np.asarray(at(path)[name], np.float32) for name in ("query", "key")]
+        heads = [array.reshape(-1, *array.shape[-3:]) for array in heads]
+        pairs = heads[0].shape[-2] * heads[1].shape[-2]
+        return calibrate_scores(*(array[: 1 + _MOST_PAIRS // pairs] for array in heads), bits=bits)
+
+    return _exchange(model, layer_of, grid_of)
+
+
+def empty_like(model: nnx.Module, bits: int) -> tuple[nnx.GraphDef, nnx.State]:
+    """Structure and shapes of what `quantize_model` makes of a model, which may be abstract."""
+    graphdef, state = nnx.split(model)
+
+    def layer_of(_: str, layer: layers.AdderLinear) -> AdderLinear:
+        grid = Grid(jnp.zeros(()), jnp.ones(()), bits)
+        return AdderLinear.of_weights(layer, quantize_weights(layer.kernel[...], grid))
+
+    def grid_of(_: str, heads: int) -> Grid:
+        return Grid(jnp.zeros(heads), jnp.ones(heads), bits)
+
+    return jax.eval_shape(
+        lambda state: nnx.split(_exchange(nnx.merge(graphdef, state), layer_of, grid_of)), state
+    )
+
+
+def _exchange(
+    model: nnx.Module,
+    layer_of: Callable[[str, layers.AdderLinear], AdderLinear],
+    grid_of: Callable[[str, int], Grid],
+) -> nnx.Module:
+    model = nnx.clone(model)
+    modules: dict[Any, Any] = dict(nnx.iter_modules(model))
+    exchanged = False
+    for path, module in modules.items():
+        name = ".".join(map(str, path))
+        if isinstance(module, layers.AdderLinear):
+            if not path:
+                return layer_of(name, module)
+            _put(modules[path[:-1]], path[-1], layer_of(name, module))
+        elif _has_adder_scores(module):
+            _put_score(module, grid_of(name, getattr(module, "num_kv_heads", 1)))
+        else:
+            continue
+        exchanged = True
+    if not exchanged:
+        raise ValueError(
+            "expected a model with adder layers or adder scores, got one without; products of "
+            "bytes are what other libraries do"
+        )
+    return model
+
+
+def _put(parent: Any, name: Any, layer: nnx.Module) -> None:
+    if isinstance(name, int):
+        parent[name] = layer
+    else:
+        setattr(parent, name, layer)
+
+
+def _has_adder_scores(module: Any) -> bool:
+    if not isinstance(module, MultiHeadAttention | SequenceAttention):
+        return False
+    return attention.get_score(module.settings.score).name == "adder"
+
+
+def _put_score(module: MultiHeadAttention | SequenceAttention, grid: Grid) -> None:
+    module.settings = dataclasses.replace(
+        module.settings, score=byte_score(grid.bits), score_options={}
+    )
+    ends: dict[str, Any] = {"lowest": grid.lowest, "step": grid.scale}
+    if isinstance(module, MultiHeadAttention):
+        group = module.num_heads // module.num_kv_heads
+        module.score = nnx.Dict({n: nnx.Param(jnp.repeat(x, group)) for n, x in ends.items()})
+    else:
+        module.parameter_names = tuple(ends)
+        for name, end in ends.items():
+            setattr(module, name, nnx.Param(end[0]))

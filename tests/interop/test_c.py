@@ -1,0 +1,127 @@
+"""A network in few bits as C99, compiled strictly and run: JAX's integers, classes and logits."""
+
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from adder_flax import interop, ops, quantized
+from adder_flax.models import VisionTransformer
+
+COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
+STRICT = ["-std=c99", "-pedantic", "-O2", "-Wall", "-Wextra", "-Werror"]
+STRICT += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+
+ADDER = dict(score="adder", qkv_linear="adder", proj_linear="adder", mlp_linear="adder")
+SIZES = dict(image_size=8, patch_size=4, channels=1, width=16, depth=2, num_heads=2, num_classes=5)
+MEAN, STD = (0.4,), (0.3,)
+IMAGES = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 1), np.uint8)
+
+
+def normalised(images):
+    return (images.astype(np.float32) / 255 - np.float32(MEAN)) / np.float32(STD)
+
+
+def write(folder, bits=8, **options):
+    model = VisionTransformer(**SIZES | ADDER | options, rngs=nnx.Rngs(0))
+    images = normalised(IMAGES if model.image_shape[-1] == 1 else np.repeat(IMAGES, 3, -1))
+    few = quantized.quantize_model(model, images, bits=bits)
+    interop.save_c(few, folder, mean=MEAN, std=STD)
+    return np.asarray(few(images))
+
+
+def build(folder, *options):
+    command = [COMPILER, *STRICT, *options, "-o", "classify", "model.c", "-lm"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def classify(folder, images, **options):
+    command = [folder / "classify", folder / "model.bin"]
+    return subprocess.run(command, input=images.tobytes(), capture_output=True, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(bits=4, pooling="mean", registers=1, layer_scale=0.5, temperature="learned"),
+        dict(channels=3, identity=False, pooling="mean", fc_norm=True, width=18, mlp_ratio=1.5),
+    ],
+    ids=["plain", "four bits", "colours"],
+)
+def test_it_classifies_as_jax_does(options, tmp_path):
+    expected = write(tmp_path, **options)
+    build(tmp_path)
+    images = IMAGES if options.get("channels", 1) == 1 else np.repeat(IMAGES, 3, -1)
+    done = classify(tmp_path, images)
+    assert done.returncode == 0, done.stderr
+    rows = np.array([line.split() for line in done.stdout.decode().splitlines()], float)
+    np.testing.assert_array_equal(rows[:, 0], expected.argmax(-1))
+    difference = np.abs(rows[:, 1:] - expected).max(-1)
+    # A number that lies in the middle of two bytes, to float32's rounding, may become the other.
+    assert np.mean(difference < 1e-5) > 0.8
+    assert difference.max() < 0.02
+
+
+def test_its_sums_are_those_of_jax(tmp_path):
+    """10,000 rows and columns of bytes, by the function that the network is made of."""
+    write(tmp_path)
+    source = (tmp_path / "model.c").read_text().replace("int main(", "int classify_main(")
+    harness = """
+int main(void)
+{
+    static uint8_t a[100 * 37], b[100 * 37];
+    if (!fread(a, sizeof a, 1, stdin) || !fread(b, sizeof b, 1, stdin))
+        return classify_main(0, NULL);
+    for (int i = 0; i < 100; i++)
+        for (int j = 0; j < 100; j++)
+            printf("%u\\n", (unsigned)distance(a + 37 * i, b + 37 * j, 37));
+    return 0;
+}
+"""
+    (tmp_path / "model.c").write_text(source + harness)
+    build(tmp_path)
+    a, b = np.random.default_rng(1).integers(0, 256, (2, 100, 37), np.uint8)
+    done = subprocess.run(
+        [tmp_path / "classify"], input=a.tobytes() + b.tobytes(), capture_output=True
+    )
+    got = np.array(done.stdout.split(), np.int64).reshape(100, 100)
+    np.testing.assert_array_equal(got, ops.sad_scores(a, b))
+    np.testing.assert_array_equal(got, np.abs(a[:, None].astype(int) - b.astype(int)).sum(-1))
+
+
+def test_damaged_weights_and_half_an_image_are_one_message(tmp_path):
+    write(tmp_path)
+    build(tmp_path)
+    whole, rng = (tmp_path / "model.bin").read_bytes(), np.random.default_rng(0)
+    damaged = {length: whole[:length] for length in (0, 7, 60, 500, len(whole) - 1)}
+    damaged["longer"] = whole + b"\0"
+    for _ in range(30):
+        place, bit = int(rng.integers(len(whole))), int(rng.integers(8))
+        flipped = bytes([whole[place] ^ (1 << bit)])
+        damaged[place] = whole[:place] + flipped + whole[place + 1 :]
+    for what, content in damaged.items():
+        (tmp_path / "model.bin").write_bytes(content)
+        done = classify(tmp_path, IMAGES)
+        assert (done.returncode, done.stdout) == (1, b""), what
+        assert done.stderr.count(b"\n") == 1
+        assert b"expected" in done.stderr, done.stderr
+    (tmp_path / "model.bin").write_bytes(whole)
+    done = classify(tmp_path, IMAGES.ravel()[:100])
+    assert done.returncode == 1
+    assert len(done.stdout.splitlines()) == 1
+    assert done.stderr == b"expected images of 64 bytes, got 36 at the end\n"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(score="dot"), dict(mlp_linear="dense"), dict(stem_channels=(4,)), dict(distilled=True)],
+)
+def test_other_networks_are_refused(options, tmp_path):
+    with pytest.raises(ValueError, match="expected a vision transformer in few bits.*; export a"):
+        write(tmp_path, **options)
+    assert not list(tmp_path.iterdir())

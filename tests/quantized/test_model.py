@@ -1,0 +1,144 @@
+"""Whole models in few bits: what is exchanged, what stays, and how close it comes."""
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adder_flax import layers, quantized
+from adder_flax.attention import MultiHeadAttention
+from adder_flax.models import Autoencoder, Seq2Seq, VisionTransformer
+from adder_flax.quantized import byte_scores, calibrate_scores
+
+ADDER = dict(score="adder", qkv_linear="adder", proj_linear="adder", mlp_linear="adder")
+SIZES = dict(image_size=8, patch_size=4, channels=1, width=16, depth=2, num_heads=2, num_classes=5)
+
+
+def transformer(**options):
+    return VisionTransformer(**SIZES | ADDER | options, rngs=nnx.Rngs(0))
+
+
+def images(count=40):
+    return nnx.Rngs(1).normal((count, 8, 8, 1))
+
+
+def error(few, model, *inputs):
+    expected = model(*inputs)
+    return float(jnp.abs(few(*inputs) - expected).mean() / expected.std())
+
+
+def test_scores_of_numbers_on_the_grid_are_their_distances_to_a_number_for_each_query():
+    rng = np.random.default_rng(0)
+    lowest, step = np.array([-2.0, 1.0]), np.array([0.25, 0.5])
+    column = lambda x: x[:, None, None]
+    heads = [
+        (column(lowest) + column(step) * rng.integers(0, 16, (3, 2, n, 6))).astype(np.float32)
+        for n in (4, 5)
+    ]
+    heads[1][:, :, 0] += 64  # keys beyond the grid lose nothing
+    got = byte_scores(*heads, lowest=lowest, step=step, bits=4)
+    expected = -np.abs(heads[0][..., None, :] - heads[1][..., None, :, :]).sum(-1)
+    np.testing.assert_array_equal(got, expected)
+    heads[0][:, :, 0] += 64
+    difference = got - byte_scores(*heads, lowest=lowest, step=step, bits=4)
+    assert np.ptp(difference[:, :, 1:], axis=-1).max() == 0
+
+
+def test_a_head_s_grid_is_its_own_and_errs_least_of_the_tried():
+    rng = np.random.default_rng(0)
+    query = (rng.normal(size=(4, 4, 6, 8)) * np.array([1, 1, 9, 9])[:, None, None]).astype("f")
+    key = (rng.normal(size=(4, 2, 6, 8)) * np.array([1, 9])[:, None, None]).astype("f")
+    query[0, 0, 0, 0] = key[0, 0, 0, 0] = 80.0
+    truth = -np.abs(query[..., None, :] - np.repeat(key, 2, 1)[..., None, :, :]).sum(-1)
+
+    def errors(grid):
+        ends = dict(lowest=np.repeat(grid.lowest, 2), step=np.repeat(grid.scale, 2))
+        wrong = byte_scores(query, np.repeat(key, 2, 1), **ends, bits=4) - truth
+        wrong = wrong - wrong.mean(-1, keepdims=True)
+        return np.square(wrong).reshape(4, 2, -1).mean((0, 2))
+
+    chosen = errors(calibrate_scores(query, key, bits=4))
+    for share in (0.0, 1e-2):
+        assert (
+            chosen <= errors(calibrate_scores(query, key, bits=4, clamped_shares=[share]))
+        ).all()
+    widest = errors(calibrate_scores(query, key, bits=4, clamped_shares=[0.0]))
+    assert chosen[0] < 0.5 * widest[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scan_blocks": True},
+        {"score": ("dot", "adder"), "mlp_linear": ("adder", "dense"), "proj_linear": "dense"},
+        {"stem_channels": (8,), "stem_linear": "adder", "pooling": "mean"},
+    ],
+    ids=["all", "scanned", "some", "stem"],
+)
+def test_all_adder_layers_and_scores_of_a_transformer_are_exchanged(options):
+    model = transformer(**options)
+    before, errors = model(images()), []
+    for bits in (3, 5, 8):
+        few = quantized.quantize_model(model, images(), bits=bits)
+        errors.append(error(few, model, images()))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.1
+    assert not layers._linear.adder_layers(few)
+    wanted = sum(isinstance(m, layers.AdderLinear) for _, m in nnx.iter_modules(model))
+    assert wanted == sum(isinstance(m, quantized.AdderLinear) for _, m in nnx.iter_modules(few))
+    for old, new in zip(model.blocks, few.blocks, strict=True):
+        kept = new.attention.settings.score == old.attention.settings.score
+        assert kept == (old.attention.settings.score == "dot")
+    np.testing.assert_array_equal(model(images()), before)
+
+
+def test_the_same_integers_in_blocks_of_keys():
+    model = transformer(key_block=2)
+    few = quantized.quantize_model(model, images())
+    whole = quantized.quantize_model(transformer(key_block=None), images())
+    np.testing.assert_allclose(few(images()), whole(images()), atol=1e-4)
+
+
+def test_grouped_heads_and_other_models():
+    attention = MultiHeadAttention(4, 16, num_kv_heads=2, score="adder", rngs=nnx.Rngs(0))
+    tokens = nnx.Rngs(1).normal((10, 6, 16))
+    few = quantized.quantize_model(attention, tokens)
+    assert few.score["lowest"].shape == (4,)
+    assert error(few, attention, tokens) < 0.05
+    sizes = dict(image_shape=(4, 4, 1), linear="adder")
+    autoencoder, small = Autoencoder((12, 8), **sizes, rngs=nnx.Rngs(0)), images()[:, :4, :4]
+    assert error(quantized.quantize_model(autoencoder, small), autoencoder, small) < 0.1
+    sizes = dict(source_symbols=7, target_symbols=9, width=16, score="adder")
+    speller, rng = Seq2Seq(**sizes, rngs=nnx.Rngs(0)), np.random.default_rng(0)
+    words = [rng.integers(1, symbols, (20, 6)) for symbols in (7, 9)]
+    assert error(quantized.quantize_model(speller, *words), speller, *words) < 0.05
+
+
+def test_what_is_refused_says_why():
+    with pytest.raises(ValueError, match="adder layers or adder scores, got one without"):
+        quantized.quantize_model(VisionTransformer(**SIZES, rngs=nnx.Rngs(0)), images())
+
+    class Half(nnx.Module):
+        def __init__(self):
+            self.used, self.unused = (layers.AdderLinear(8, 8, rngs=nnx.Rngs(0)) for _ in range(2))
+
+        def __call__(self, x):
+            return self.used(x)
+
+    with pytest.raises(ValueError, match="reach every adder layer and score, got none at 'unused'"):
+        quantized.quantize_model(Half(), jnp.ones((2, 8)))
+
+
+def test_empty_like_has_the_shapes_without_an_array():
+    model = transformer()
+    few = quantized.quantize_model(model, images(), bits=6)
+    abstract = nnx.eval_shape(transformer)
+    graphdef, state = quantized.empty_like(abstract, 6)
+    own = nnx.split(few)[1]
+    assert jax.tree.map(jnp.shape, nnx.to_pure_dict(own)) == jax.tree.map(
+        lambda leaf: leaf.shape, nnx.to_pure_dict(state)
+    )
+    again = nnx.merge(graphdef, own)
+    np.testing.assert_array_equal(again(images()), few(images()))

@@ -1,0 +1,139 @@
+"""A run in few bits: what --mode=quantize writes, what takes it, and what is refused."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from adder_flax import interop, quantized, training
+from adder_flax.app import modes
+from adder_flax.experiments import common
+from tests.test_predict import write_digits
+from tests.training.tiny import TINY
+
+
+def config_of(**changes):
+    config = common.deit("adder", "tiny")
+    config.update_from_flattened_dict(TINY | {"model.width": 32} | changes)
+    return config
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    place = tmp_path_factory.mktemp("run")
+    modes.train(config_of(), str(place))
+    modes.quantize(config_of(), str(place), "last", "int8")
+    return place
+
+
+def header_of(path):
+    with safe_open(path, "numpy") as file:
+        return json.loads(file.metadata()["adder_flax.integers"])
+
+
+def scores(said):
+    return {name: float(x) for name, x in re.findall(r"(\w+) (\d\.\d{4})", said)}
+
+
+def test_eval_and_predict_take_what_quantize_wrote(workdir, tmp_path, capsys):
+    header = header_of(workdir / "int8.safetensors")
+    assert (header["bits"], header["notes"]["step"]) == (8, 9)
+    found = header["notes"]["scores"]
+    assert abs(found["int8"]["eval/loss"] / found["float32"]["eval/loss"] - 1) < 0.02
+    joules = header["notes"]["arithmetic_joules"]
+    assert joules["int8"] < 0.9 * joules["float32"]  # at width 192 a fifth
+    capsys.readouterr()
+    modes.evaluate(config_of(), workdir, "last", weights="int8")
+    said = capsys.readouterr().out
+    assert said.startswith("step 9 in 8 bits  360 images of digits/test")
+    assert scores(said)["accuracy"] == pytest.approx(found["int8"]["eval/accuracy"], abs=1e-4)
+
+    run = training.build_run(config_of())
+    images = run.eval_source.first(12)["image"]
+    write_digits(tmp_path, images)
+    lines = tmp_path / "lines.json"
+    modes.predict(config_of(), workdir, "last", str(tmp_path), str(lines), None, weights="int8")
+    like = run.model(run.abstract_state["params"])
+    model, _ = interop.load_integers(like, workdir / "int8.safetensors", network=header["network"])
+    logits = np.asarray(model(*run.task.inputs({"image": images})))
+    taken = [
+        json.loads(line)["classes"][0]["name"]
+        for line in lines.read_text().splitlines()
+        if "classes" in line
+    ]
+    assert taken == [run.eval_source.label_names[i] for i in logits.argmax(-1)]
+
+
+@pytest.mark.parametrize("bits", [8, 5, 4])
+def test_what_is_read_is_what_was_written(bits, workdir, tmp_path):
+    run = training.build_run(config_of())
+    model = run.model(run.init()["params"])
+    images = run.task.inputs(run.train_source.first(30))
+    few = quantized.quantize_model(model, *images, bits=bits)
+    size = interop.save_integers(few, tmp_path / "few", bits=bits, network={"width": 32}, notes={})
+    like = run.model(run.abstract_state["params"])
+    again, header = interop.load_integers(like, tmp_path / "few", network={"width": 32})
+    assert header["bits"] == bits
+    jax.tree.map(np.testing.assert_array_equal, *(nnx.split(m)[1] for m in (again, few)))
+    kernels = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)) if leaf.ndim == 2)
+    assert size == (tmp_path / "few").stat().st_size
+    assert size < kernels * bits / 8 + 25_000
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("gone", "expected a model in few bits in .*, got no file; --mode=quantize writes it"),
+        ("cut", "got another file or part of one"),
+        ("floats", "got another file or part of one"),
+        ("changed", "the file is damaged; write it again"),
+        ("other", r"a network with model.num_heads = 1 in .*int8.safetensors, got 2; write"),
+    ],
+)
+def test_other_files_are_one_message_before_compute(fault, message, workdir, tmp_path):
+    config, path = config_of(), tmp_path / "int8.safetensors"
+    whole = (workdir / "int8.safetensors").read_bytes()
+    if fault == "cut":
+        path.write_bytes(whole[:-100])
+    elif fault == "floats":
+        save_file({"kernel": np.ones(3, np.float32)}, path)
+    elif fault == "changed":
+        path.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
+    elif fault == "other":
+        config = config_of(**{"model.num_heads": 1})
+        path.write_bytes(whole)
+    with pytest.raises(training.RunError, match=message):
+        modes.evaluate(config, tmp_path, "last", weights="int8")
+
+
+def test_arrays_of_another_shape_are_refused(workdir, tmp_path):
+    path = workdir / "int8.safetensors"
+    like = lambda config: (r := training.build_run(config)).model(r.abstract_state["params"])
+    wider = like(config_of(**{"model.mlp_ratio": 3.0}))
+    with pytest.raises(ValueError, match="integers of this network in .*, got other arrays"):
+        interop.load_integers(wider, path, network=header_of(path)["network"])
+    assert load_file(path)["blocks.0.mlp.fc1.weights.packed.columns"].dtype == np.uint8
+
+
+def test_c_is_written_of_it(workdir, capsys):
+    modes.export_c(config_of(), str(workdir), "int8")
+    assert "step 9 in 8 bits at" in capsys.readouterr().out
+    assert sorted(path.name for path in (workdir / "c").iterdir()) == ["model.bin", "model.c"]
+
+
+@pytest.mark.slow
+def test_flags_that_do_not_go_together_are_refused(run_main, workdir):
+    for flags, message in (
+        (["--mode=eval", "--checkpoint=best"], "expected no --checkpoint for weights in few bits"),
+        (["--mode=export", "--names=timm"], "expected --weights with --names=c only, got timm"),
+        (["--mode=train"], "expected --weights with --mode=quantize or eval or predict or export"),
+    ):
+        done = run_main(f"--workdir={workdir}", "--weights=int8", *flags)
+        assert done.returncode == 1
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
