@@ -126,9 +126,9 @@ def write_across(folders: Sequence[str | Path], out: str | Path, title: str) -> 
     blocks: list[Block | Picture] = [
         Heading(1, title),
         Paragraph(
-            f"{len(workloads)} comparisons, each arm tuned by the same budget and judged at the "
-            "end of its own schedule. What a difference is worth is on their pages, with "
-            "intervals, tests and commands."
+            f"{len(workloads)} comparisons of {len(arms)} arms, each tuned by the same budget and "
+            "judged at the end of its own schedule. Their pages say what is told apart.",
+            strong=True,
         ),
         forests,
         _workloads(workloads, out),
