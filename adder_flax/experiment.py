@@ -3,6 +3,7 @@
 import difflib
 import json
 import os
+import re
 import sys
 import traceback
 import types
@@ -68,17 +69,29 @@ def load_experiment(path: str) -> ConfigDict:
     return config
 
 
+def experiment_names() -> list[str]:
+    """Returns the names of the experiments that come with the package.
+
+    >>> "adder_deit_tiny" in experiment_names()
+    True
+    """
+    files = experiments.FOLDER.glob("*.py")
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in files}
+    makes = re.compile(r"^(def get_config\(|get_config = |from .* import get_config)", re.MULTILINE)
+    return sorted(name for name, text in texts.items() if makes.search(text))
+
+
 def _file_of(path: str) -> str:
     """Returns the path of a shipped experiment for its name, and other paths as they are."""
     if not path.isidentifier() or os.path.isfile(path):
         return path
-    names = [file.stem for file in experiments.FOLDER.glob("*.py")]
+    names = experiment_names()
     if path not in names:
-        near = difflib.get_close_matches(path, names, n=1)
-        hint = f"did you mean {near[0]!r}? A" if near else "a"
+        near = difflib.get_close_matches(path, names, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
         raise RunError(
-            f"expected an experiment that comes with the package, got {path!r}; {hint} file of "
-            "your own ends in .py"
+            f"expected an experiment that comes with the package, got {path!r}; {hint}--help lists "
+            "all, a file of your own ends in .py"
         )
     return str(experiments.FOLDER / f"{path}.py")
 

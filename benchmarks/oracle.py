@@ -384,8 +384,8 @@ def page(records: Sequence[dict]) -> str:
 def figure(records: Sequence[dict]) -> Any:
     """Draws losses over steps, and the share of the oracle's decrease along each run."""
     networks = list(dict.fromkeys(record["network"] for record in records))
-    drawn, axes = style.new_figure(10, 3.6 * len(networks), len(networks), 2)
-    for (left, right), name in zip(axes, networks, strict=True):
+    drawn, axes = style.new_figure(4.6, 7.4 * len(networks), 2 * len(networks))
+    for (left, right), name in zip(axes.reshape(-1, 2), networks, strict=True):
         own = [record for record in records if record["network"] == name]
         arms = [record["arm"] for record in own if "losses" in record]
         for number, arm in enumerate(arms):
@@ -403,7 +403,8 @@ def figure(records: Sequence[dict]) -> Any:
         style.dress(right, xlabel="step", ylabel="share of the oracle's predicted decrease")
         left.set_xlim(left=0)
         handles, _ = left.get_legend_handles_labels()
-        style.legend(right, handles=handles, loc="center left", bbox_to_anchor=(1, 0.5))
+        below = dict(loc="upper left", bbox_to_anchor=(-0.08, -0.16), ncols=2)
+        style.legend(right, handles=handles, **below)
     return drawn
 
 

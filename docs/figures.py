@@ -1,16 +1,16 @@
-"""Draws the picture of each mechanism: PYTHONPATH=. python docs/figures.py writes
-docs/images/score_*.png.
+"""Draws pictures of these pages: PYTHONPATH=. python docs/figures.py writes docs/images.
 
-Left: the score of every key in the plane for one query. Right: the attention map of tokens along a
-spiral.
+score_*.png: left the score of every key in the plane for one query, right the attention map of
+tokens along a spiral. memory.svg: the table of docs/compiled.md.
 """
 
+import re
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 
-from adder_flax import attention
+from adder_flax import attention, report
 
 QUERY = np.array([1.2, 0.6], np.float32)
 REACH = 3.0
@@ -76,10 +76,35 @@ def draw(name: str) -> plt.Figure:
     return figure
 
 
+GIBIBYTES = {"v5e:2x4": 15.75, "v5e:4x4": 15.75, "h100:1": 59.33, "h100:8": 59.33}
+
+
+def draw_memory(page: str) -> plt.Figure:
+    """Of one device with AdamW, as a share of what it has."""
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.MULTILINE)
+    figure, axes = report.new_figure(4.6, 3.9)
+    place = axes[0, 0]
+    place.axvline(1, color="#8a8a8a", linewidth=0.9)
+    for number, (topology, has) in enumerate(GIBIBYTES.items()):
+        found = [float(row.split("|")[2 * number].strip(" *")) / has for _, row in rows]
+        look = report.line(number) | {"linestyle": "", "markersize": 5}
+        place.plot(found, range(len(rows)), **look, label=topology)
+    report.dress(place, xlabel="memory of one device over what it has")
+    place.set_xscale("log")
+    place.set_xticks([0.1, 0.2, 0.5, 1, 2], ["0.1", "0.2", "0.5", "1", "2"])
+    place.minorticks_off()
+    place.set_yticks(range(len(rows)), [name.replace("_", " ") for name, _ in rows])
+    place.set_ylim(len(rows) - 0.5, -0.5)
+    report.legend(place, loc="upper left", bbox_to_anchor=(-0.3, -0.14), ncols=4, handlelength=1)
+    return figure
+
+
 def main() -> None:
     images = Path(__file__).parent / "images"
     for name in ("dot", "bilinear", "additive", "adder", "gaussian"):
         draw(name).savefig(images / f"score_{name}.png", dpi=110)
+    page = (images.parent / "compiled.md").read_text()
+    report.save_figure(draw_memory(page), images / "memory", ("svg",))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """K-FAC with less curvature: what it costs in accuracy, beside AdamW.
 
 A step of K-FAC is cheaper where one of so many examples gives curvature, where that is renewed
-more rarely, and where a system takes one iteration (docs/cg_fac.md has the seconds). Every arm
-takes the same steps from the same weights: AdamW by its default settings, K-FAC by the clip of the
-network (``step=clip``), curvature of all examples and two iterations, one of them changed. Nothing
-is tuned. Six paired seeds.
+more rarely, and where a system takes one iteration (docs/cg_fac_measured.md has the seconds).
+Every arm takes the same steps from the same weights: AdamW by its default settings, K-FAC by the
+clip of the network (``step=clip``), curvature of all examples and two iterations, one of them
+changed. Nothing is tuned. Six paired seeds.
 
 The argument after the colon is a mechanism and a data set, as in experiments/compare_optimizers.py:
 ``multiplicative,digits`` where nothing is given.

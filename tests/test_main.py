@@ -1,6 +1,7 @@
 """``main.py`` as a user meets it: modes, mistakes and interruptions, each in a process of its
 own."""
 
+import ast
 import json
 import re
 import signal
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
+import adder_flax
+from adder_flax.experiment import experiment_names
 from tests.data.files import write_dictionary
 from tests.processes import ROOT, simulated_devices
 from tests.training.tiny import TINY_FLAGS
@@ -152,3 +155,26 @@ def test_help_names_the_flags(run_main):
     done = run_main("--helpshort")
     assert "--config" in done.stdout
     assert "experiments/adder_deit_tiny.py" in done.stdout
+    lines = done.stdout.splitlines()
+    assert lines[2] == "  python main.py --config=adder_deit_tiny"
+    assert max(map(len, lines)) <= 80
+    named = done.stdout.partition("Experiments:")[2].partition("flags:")[0]
+    assert set(named.replace(",", " ").split()) == set(experiment_names())
+
+
+def test_experiments_are_the_files_that_have_get_config():
+    named = lambda node: (
+        {getattr(node, "name", "")}
+        | {
+            name.id if isinstance(name, ast.Name) else name.name
+            for name in (*getattr(node, "targets", ()), *getattr(node, "names", ()))
+            if isinstance(name, ast.Name | ast.alias)
+        }
+    )
+    trees = {p.stem: ast.parse(p.read_text()).body for p in (ROOT / "experiments").glob("*.py")}
+    made = {name for name, body in trees.items() if "get_config" in set().union(*map(named, body))}
+    assert set(experiment_names()) == made
+
+
+def test_the_version_is_that_of_the_package(run_main):
+    assert run_main("--version").stdout == f"adder_flax {adder_flax.__version__}\n"

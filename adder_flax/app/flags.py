@@ -3,6 +3,7 @@
 import difflib
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 from adder_flax.extras import needs
@@ -10,12 +11,26 @@ from adder_flax.extras import needs
 with needs("train"):
     from absl import app, flags, logging
 
+import adder_flax
 from adder_flax import experiment, settings
 from adder_flax.errors import RunError
 
 with needs("train"):
     from ml_collections import config_flags
 
+_USAGE = """Trains and studies vision transformers.
+
+  {command} --config=adder_deit_tiny
+  {command} --workdir=runs/adder_deit_tiny
+  {command} --workdir=runs/adder_deit_tiny --mode=analyze
+
+The first trains on digits in minutes, the second goes on where it was, the
+third says what was learned. Every setting is a flag:
+--config.optimizer.learning_rate=1e-3. Behind a colon stands the data:
+--config=deit_tiny:cifar10. Experiments:
+
+  {names}
+"""
 _MODES = ["train", "eval", "analyze", "predict", "compile", "quantize", "export", "compare"]
 _CONFIG = config_flags.DEFINE_config_file(
     "config",
@@ -97,15 +112,28 @@ for _name, (_default, _modes, _help) in _OF_MODES.items():
         flags.DEFINE_string(_name, _default, _help)
 
 
+flags.DEFINE_boolean("version", False, "Print the version and end")
+
+
 def run(start_time: float) -> None:
     """Reads the flags of this process, which began at ``start_time``, and runs their mode."""
-    program = sys.modules["__main__"]
+    if "--version" in sys.argv[1:]:
+        print(f"adder_flax {adder_flax.__version__}")
+        return
     # Absl shows it as help, with the flags of the program's own file.
-    program.__doc__ = program.__doc__ or __doc__
+    sys.modules["__main__"].__doc__ = _usage(sys.argv[0])
     for flag in flags.FLAGS.get_flags_for_module(__name__):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     flags.mark_flag_as_required("config")
     app.run(lambda argv: _run_mode(argv, start_time), flags_parser=_parse_flags)
+
+
+def _usage(program: str) -> str:
+    command = "python main.py" if program.endswith(".py") else "adder-flax"
+    names = textwrap.wrap(
+        ", ".join(experiment.experiment_names()), 78, break_long_words=False, break_on_hyphens=False
+    )
+    return _USAGE.format(command=command, names="\n  ".join(names))
 
 
 def _run_mode(argv: list[str], start_time: float) -> None:
@@ -224,7 +252,7 @@ def _misfit(error: str) -> str | None:
     if "--config=None" in error:
         return (
             "expected --config=<experiment>, or --workdir=<of a run that has begun>, got neither; "
-            "set one of them"
+            "begin with --config=adder_deit_tiny, or see --help"
         )
     found = re.match(r"flag --config\.([\w.]+)=(.*?): ", error)
     kinds = (settings.RunSettings, settings.CompareSettings)

@@ -10,7 +10,6 @@ AlgoPerf's score (Dahl et al., "Benchmarking Neural Network Training Algorithms"
 """
 
 import argparse
-import csv
 import dataclasses
 import functools
 import math
@@ -25,17 +24,14 @@ import numpy as np
 
 from adder_flax import report
 from adder_flax.compare.blocks import Block, Heading, Paragraph, Table, as_markdown
-from adder_flax.compare.page import draw_profiles, legend_beside
+from adder_flax.compare.figures import WIDTH, Line, draw_forest, draw_profiles, legend_below
 from adder_flax.compare.records import write_text
+from adder_flax.compare.timing import TIMING, read_timing
 from adder_flax.errors import RunError
-from adder_flax.paired import cost_ratios, profile_scores
+from adder_flax.paired import cost_ratios, paired_difference, profile_scores
 from adder_flax.report import Picture, document
 from adder_flax.report.runs import Runs, read_runs
 from adder_flax.tasks import TASKS
-
-TIMING = "timing.csv"
-"""Seconds of a step of each arm, timed in turn, on one machine or several: columns ``arm``,
-``step_seconds``, ``machine`` (processor and cores) and ``timed`` (with what and when)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,29 +102,6 @@ def read_workload(folder: str | Path) -> Workload:
     return Workload(runs, directions[runs.score], seconds, timed)
 
 
-def read_timing(path: Path) -> dict[str, list[dict[str, str]]]:
-    """Reads the rows of a ``timing.csv`` by their machine, none where there is no such file.
-
-    Raises:
-      ValueError: it cannot be read, or its columns are others.
-    """
-    if not path.exists():
-        return {}
-    rows: dict[str, list[dict[str, str]]] = {}
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                found = {name: row[name] for name in ("arm", "step_seconds", "machine", "timed")}
-                float(found["step_seconds"])
-                rows.setdefault(found["machine"], []).append(found)
-    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
-        raise ValueError(
-            f"expected the columns arm, step_seconds, machine and timed in {path}, got {error}; "
-            "remove it, and write it anew by python -m benchmarks.compare seconds"
-        ) from error
-    return rows
-
-
 def write_across(folders: Sequence[str | Path], out: str | Path, title: str) -> Path:
     """Writes one page over several comparisons.
 
@@ -148,13 +121,16 @@ def write_across(folders: Sequence[str | Path], out: str | Path, title: str) -> 
     out, workloads = Path(out), [read_workload(folder) for folder in folders]
     arms = list(dict.fromkeys(arm for workload in workloads for arm in workload.runs.arms))
     costs = {"steps": _costs(workloads, arms, Workload.steps)}
+    forests = _forests(workloads, arms)
+    document.write_picture(forests, out)
     blocks: list[Block | Picture] = [
         Heading(1, title),
         Paragraph(
-            f"{len(workloads)} comparisons, each arm tuned by the same budget and judged at the "
-            "end of its own schedule. What a difference is worth is on their pages, with "
-            "intervals, tests and commands."
+            f"{len(workloads)} comparisons of {len(arms)} arms, each tuned by the same budget and "
+            "judged at the end of its own schedule. Their pages say what is told apart.",
+            strong=True,
         ),
+        forests,
         _workloads(workloads, out),
         Heading(2, "Where they end"),
         _table(arms, workloads, Workload.score, "{:.4g}", largest=True),
@@ -273,14 +249,52 @@ def _overall(
     ]
 
 
+def _forests(workloads: Sequence[Workload], arms: Sequence[str]) -> Picture:
+    """Differences to the first arm, a panel for each comparison."""
+    drawn = [_lines(workload, arms) for workload in workloads]
+    heights = [0.9 + len(lines) for lines in drawn]
+    figure, axes = report.new_figure(
+        WIDTH, 0.25 * sum(heights) + 0.6 * len(drawn), rows=len(drawn), height_ratios=heights
+    )
+    data: dict[str, list[Any]] = {}
+    for place, workload, name, lines in zip(
+        axes[:, 0], workloads, _short(workloads), drawn, strict=True
+    ):
+        label = f"difference in test {workload.runs.score.replace('_', ' ')}"
+        columns = draw_forest(place, lines, label, largest=workload.largest)
+        place.set_title(name.replace("_", " "), fontsize=9, loc="left", parse_math=False)
+        for key, column in {"comparison": [name] * len(lines), **columns}.items():
+            data.setdefault(key, []).extend(column)
+    caption = (
+        f"Difference of each arm from {arms[0]} at the end, the mean over pairs of one seed, and "
+        "Student's 95 % interval; the page of each comparison says what is told apart. An arrow: "
+        "beyond the axis."
+    )
+    alt = f"Differences of {len(arms) - 1} arms from {arms[0]}, on {len(workloads)} comparisons"
+    return Picture("forest", figure, caption, alt, data)
+
+
+def _lines(workload: Workload, arms: Sequence[str]) -> list[Line]:
+    first = workload.runs.arms.get(arms[0], {})
+    lines = [Line(arms[0])] if first else []
+    for arm in arms[1:]:
+        runs = workload.runs.arms.get(arm, {})
+        both = sorted(first.keys() & runs.keys())
+        if len(both) > 2:
+            ours, theirs = ([of[seed].score for seed in both] for of in (runs, first))
+            found = paired_difference(ours, theirs, largest=workload.largest)
+            lines.append(Line(arm, found.mean, found.low, found.high))
+    return lines
+
+
 def _profile(costs: Mapping[str, Mapping[str, Sequence[float | None]]], many: int) -> Picture:
-    figure, axes = report.new_figure(4.2 * len(costs) + 2.0, 4.2, columns=len(costs))
+    figure, axes = report.new_figure(WIDTH, 2.6 * len(costs) + 1.2, rows=len(costs))
     data: dict[str, Any] = {}
-    for place, (name, table) in zip(axes[0], costs.items(), strict=True):
+    for place, (name, table) in zip(axes[:, 0], costs.items(), strict=True):
         label = f"factor of the fewest {name}"
-        columns = draw_profiles(place, table, label, "share of comparisons at the target")
+        columns = draw_profiles(place, table, label, "share at the target")
         data |= {f"{key}, {name}": column for key, column in columns.items()}
-    legend_beside(axes[0, -1])
+    legend_below(axes[-1, 0])
     caption = (
         f"Performance profiles: the share of {many} comparisons in which the median run is at its "
         f"target within a factor of the fewest {' or '.join(costs)} that any arm takes."

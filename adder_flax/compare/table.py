@@ -4,6 +4,7 @@ import collections
 import csv
 import dataclasses
 import io
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from adder_flax.paired import (
 from adder_flax.text import si
 
 _FEWER_TRIALS = (1, 2, 4, 8)
+_TOLD = "ahead", "behind"
 _MATCHED = {
     "steps": "All arms take the same steps.",
     "nothing": "Each arm has a schedule of its own.",
@@ -137,24 +139,52 @@ def _target(comparison: Comparison, baseline: Sequence[Record]) -> float | None:
     return middle(scores) if scores else None
 
 
-def blocks_of(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
-    """Returns the page of results: what was run, the tables, what is missing, and the commands."""
-    tuned = [Heading(2, "What was tuned"), *_tuned(comparison, rows)]
-    return [
-        Heading(1, comparison.plan.settings.title),
-        *_about(comparison, rows),
-        Heading(2, f"Test {comparison.best.name}"),
-        _scores(comparison, rows),
-        *_cautions(comparison, rows),
-        Heading(2, "What it costs"),
-        *_costs(rows),
-        *(tuned if comparison.plan.searched else []),
-        Heading(2, "Run a row again"),
-        *_commands(comparison, rows),
+def verdicts(comparison: Comparison, rows: Sequence[Row]) -> list[tuple[float, str]]:
+    """Returns p after Holm and the verdict of each row; NaN and nothing where none is compared."""
+    largest, settings = comparison.best.largest, comparison.plan.settings
+    adjusted = iter(holm([row.difference.p_value for row in rows if row.difference]))
+    found = []
+    for row in rows:
+        if row.difference is None:
+            found.append((math.nan, ""))
+            continue
+        after = next(adjusted)
+        options = dict(largest=largest, confirmatory=settings.confirmatory)
+        found.append((after, verdict(row.difference, after, **options)))
+    return found
+
+
+def finding(comparison: Comparison, rows: Sequence[Row]) -> str:
+    """Returns what the page shows in a sentence, of no more than its test allows."""
+    compared = [
+        (row.arm, row.difference, told)
+        for row, (_, told) in zip(rows, verdicts(comparison, rows), strict=True)
+        if row.difference
     ]
+    if not compared:
+        return "Nothing is compared here yet."
+    baselines = {found.name for arm, *_ in compared if (found := comparison.plan.baseline_of(arm))}
+    of = baselines.pop() if len(baselines) == 1 else "its baseline"
+    pairs = sorted({found.pairs for _, found, _ in compared})
+    seeds = f"{' to '.join(map(str, dict.fromkeys((pairs[0], pairs[-1]))))} seeds"
+    few = pairs[0] < LEAST_SEEDS and not comparison.plan.settings.confirmatory
+    by = f"by {seeds}" + (f" (that takes {LEAST_SEEDS})" if few else "")
+    names = {word: [arm.name for arm, _, told in compared if told == word] for word in _TOLD}
+    said = [f"{', '.join(names[word])} {word} of {of}" for word in _TOLD if names[word]]
+    others = [(arm, found) for arm, found, told in compared if told not in _TOLD]
+    score = f"test {comparison.best.name}"
+    if said:
+        rest = f"; none of the other {len(others)} is told from it {by}" if others else ""
+        return f"In {score}: {'; '.join(said)}{rest}."
+    means = [found.mean for _, found in others if math.isfinite(found.mean)]
+    ends = " to ".join(f"{end:+.4f}" for end in dict.fromkeys((min(means), max(means))))
+    if len(others) == 1:
+        return f"{others[0][0].name} is not told from {of} in {score} {by}: it differs by {ends}."
+    return f"None of {len(others)} arms is told from {of} in {score} {by}: they differ by {ends}."
 
 
-def _about(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
+def about(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
+    """Returns what was run, on what, and what is missing."""
     settings, records = comparison.plan.settings, [record for row in rows for record in row.records]
     held = "the split validation"
     if percent := settings.validation_percent:
@@ -190,27 +220,26 @@ def _machine(records: Sequence[Record]) -> Paragraph:
     )
 
 
-def _scores(comparison: Comparison, rows: Sequence[Row]) -> Block:
-    plan, largest = comparison.plan, comparison.best.largest
+def scores(comparison: Comparison, rows: Sequence[Row]) -> Block:
+    """Returns the table of the test scores."""
+    plan = comparison.plan
     head = (
         "runs|mean|interquartile mean|lowest, highest|difference|95 % interval|bootstrap|p|"
         "p after Holm|verdict"
     )
-    adjusted = iter(holm([row.difference.p_value for row in rows if row.difference]))
     lines = []
-    for row in rows:
+    for row, (after, told) in zip(rows, verdicts(comparison, rows), strict=True):
         cells, scores = [*row.arm.levels.values(), str(len(row.records))], row.scores
         if scores:
             means = statistics.mean(scores), interquartile_mean(scores)
             cells += [*(f"{n:.4f}" for n in means), f"{min(scores):.4f}, {max(scores):.4f}"]
         if found := row.difference:
-            after, ends = next(adjusted), ((found.low, found.high), found.bootstrap)
-            confirmatory = plan.settings.confirmatory
+            ends = (found.low, found.high), found.bootstrap
             cells += [
                 f"{found.mean:+.4f}",
                 *(f"{low:+.4f} to {high:+.4f}" for low, high in ends),
                 *(f"{p:.3f}" for p in (found.p_value, after)),
-                verdict(found, after, largest=largest, confirmatory=confirmatory),
+                told,
             ]
         elif scores and plan.baseline_of(row.arm) is None:
             cells.append("baseline")
@@ -220,7 +249,8 @@ def _scores(comparison: Comparison, rows: Sequence[Row]) -> Block:
     return Table([*plan.settings.factors, *head.split("|")], lines)
 
 
-def _cautions(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
+def cautions(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
+    """Returns what the scores are worth, and what is missing or left out."""
     compared = [row.difference for row in rows if row.difference is not None]
     blocks: list[Block] = []
     if compared:
@@ -275,7 +305,8 @@ def _cautions(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
     return blocks
 
 
-def _costs(rows: Sequence[Row]) -> list[Block]:
+def costs(rows: Sequence[Row]) -> list[Block]:
+    """Returns the table of operations, energy and steps to the target."""
     head = (
         "arm|parameters|multiplications|additions|energy an example|steps|validation target|"
         "steps to it|operations|energy"
@@ -311,7 +342,8 @@ def _costs(rows: Sequence[Row]) -> list[Block]:
     return [Table(head.split("|"), lines), Paragraph(notes)]
 
 
-def _tuned(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
+def tuned(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
+    """Returns what was tried and chosen, and what fewer trials would have found."""
     settings, fields = comparison.plan.settings, comparison.plan.searched
     seeds, lines, edges = settings.tuning_seeds, [], []
     for row in rows:
@@ -371,7 +403,8 @@ def _fewer_trials(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
     ]
 
 
-def _commands(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
+def commands(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
+    """Returns a command for each row."""
     text = (
         "Each trains the first run of a row alone and ends with its score; runs.csv has the "
         "commands of all runs. On the same kind of machine with the same versions the score is the "

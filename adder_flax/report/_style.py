@@ -30,6 +30,21 @@ LINES: tuple[dict[str, Any], ...] = (
 GREY = "#8a8a8a"
 HEAT = "magma"  # its lightness rises with the value, so a greyscale print keeps the order
 
+# What stands for each colour of a figure where a reader's screen is dark.
+_DARK = {
+    "#ffffff": "#1b1d24",
+    "#000000": "#e8e8e8",
+    "#333333": "#cccccc",
+    "#e4e4e4": "#3a3d46",
+    "#8a8a8a": "#9a9a9a",
+    "#d55e00": "#f28a3c",
+    "#0072b2": "#4f9bea",
+    "#009e73": "#2fc79a",
+    "#8c6d00": "#cda937",
+    "#882255": "#d0679b",
+    "#777777": "#a5a5a5",
+}
+
 _FONT = {"family": ["DejaVu Sans"], "size": 9}
 # A dollar sign in the name of a class or run is no formula.
 _PLAIN: dict[str, Any] = {"parse_math": False}
@@ -168,7 +183,22 @@ def save_figure(
             for target in written:
                 metadata = {"Date": None} if target.suffix == ".svg" else None
                 figure.savefig(target, dpi=150, metadata=metadata)
+                if target.suffix == ".svg":
+                    target.write_text(_for_dark_screens(target.read_text("utf-8")), "utf-8")
     finally:
         figure.set_layout_engine(engine)
         figure.set_dpi(dots_per_inch)
     return written
+
+
+def _for_dark_screens(drawing: str) -> str:
+    """Returns an SVG whose colours follow the reader's preference, or the page that shows it."""
+    rules = [
+        f'[style*="{part}: {light}"] {{ {part}: {dark} !important }}'
+        for light, dark in _DARK.items()
+        for part in ("fill", "stroke")
+        if f"{part}: {light}" in drawing
+    ]
+    dark = "\n".join((f"text {{ fill: {_DARK['#000000']} }}", *rules))
+    sheet = f"<style>@media (prefers-color-scheme: dark) {{\n{dark}\n}}</style>\n"
+    return drawing.replace(" <defs>\n", f" {sheet} <defs>\n", 1)

@@ -1,4 +1,4 @@
-"""The table of all claims over several models, from the reports that ``--mode=analyze`` left.
+"""The page of all claims over several models, from the reports that ``--mode=analyze`` left.
 
     python -m adder_flax.report.claims runs/adder_deit_tiny runs/deit_tiny runs/additive_deit_tiny
 
@@ -20,7 +20,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -100,16 +100,83 @@ def _accuracy(metrics: Path) -> float:
 _Groups = Mapping[str, Sequence[ModelReport]]
 
 
-def claims_table(reports: Sequence[ModelReport]) -> str:
-    """The table as Markdown, one row a claim; the first seed of each mechanism comes first.
+class Told(NamedTuple):
+    """A claim with what was found, by mechanism.
 
-    Where models agree, a cell says so once; else it has a line for each mechanism. Over the seeds
-    of a mechanism a verdict is counted, or decided by the interval of what decides it, and the
-    number is that of the first.
+    Attributes:
+      name, statement, source: as the claim has them.
+      verdicts: over the seeds of each mechanism on which it was measured.
+      numbers: of the first seed of each.
+      figure: a link to it, or nothing.
+    """
+
+    name: str
+    statement: str
+    source: str
+    verdicts: Mapping[str, str]
+    numbers: Mapping[str, str]
+    figure: str
+
+
+def told_of(reports: Sequence[ModelReport]) -> list[Told]:
+    """Returns every claim in the order in which it is met, the first seed of a mechanism first.
+
+    Over the seeds of a mechanism a verdict is counted, or decided by the interval of what decides
+    it.
     """
     groups = _groups(reports)
-    lines = ["| claim | verdict | number | command | figure |", "|---|---|---|---|---|"]
-    return "\n".join([*lines, *(_row(name, groups) for name in _names(groups))])
+    return [_told(name, groups) for name in _names(groups)]
+
+
+def _told(name: str, groups: _Groups) -> Told:
+    found = _made(name, groups)
+    owner, (claim, *_) = next(iter((found or _made(name, groups, measured=False)).items()))
+    return Told(
+        claim.name,
+        claim.statement,
+        claim.source,
+        {group: _counted(claims) for group, claims in found.items()},
+        {group: claims[0].number for group, claims in found.items()},
+        f"[figure]({_figure(owner, claim.figure)})" if claim.figure else "",
+    )
+
+
+def claims_list(told: Sequence[Told]) -> str:
+    """Returns a list of the claims of each paper as Markdown, the verdict first."""
+    papers: dict[str, list[str]] = {}
+    for each in told:
+        paper, _, place = each.source.partition(", ")
+        papers.setdefault(paper, []).append(_item(each, place))
+    return "\n\n".join("\n".join((f"### {paper}", "", *of)) for paper, of in papers.items())
+
+
+def _item(told: Told, place: str) -> str:
+    verdicts = {said.partition(" (margin")[0] for said in told.verdicts.values()}
+    numbers = set(told.numbers.values())
+    verdict = verdicts.pop() if len(verdicts) == 1 else "differs between models"
+    verdict = verdict if told.verdicts else NOT_MEASURED
+    number = numbers.pop() if len(numbers) == 1 else ""
+    behind = ", ".join(filter(None, (place, number, told.figure)))
+    said = f"**{verdict[0].upper()}{verdict[1:]}**: {told.statement}"
+    return f"- {said} `{told.name}`" + (f" ({behind})" if behind else "")
+
+
+def by_model(told: Sequence[Told], field: str) -> str:
+    """Returns a table of the ``verdicts`` or ``numbers`` that differ, a column for each model."""
+    # What blocks and images spread over is in the reports.
+    short = lambda text: re.sub(r" \([^()]* to [^()]*\)", "", text)
+    shown = short if field == "numbers" else str
+    cells = {
+        each.name: {model: shown(text) for model, text in getattr(each, field).items()}
+        for each in told
+    }
+    cells = {name: found for name, found in cells.items() if len(set(found.values())) > 1}
+    if not cells:
+        return ""
+    models = list(dict.fromkeys(itertools.chain.from_iterable(each.verdicts for each in told)))
+    lines = [["claim", *models], ["---"] * (1 + len(models))]
+    lines += [[name, *(found.get(m, "") for m in models)] for name, found in cells.items()]
+    return "\n".join(f"| {' | '.join(c.replace('|', '&#124;') for c in line)} |" for line in lines)
 
 
 def _names(groups: _Groups) -> list[str]:
@@ -148,13 +215,13 @@ _GALLERY = {
 }
 
 
-def _gallery(groups: _Groups) -> str:
+def _gallery(groups: _Groups) -> list[tuple[str, str]]:
     group, [report, *_] = next(iter(groups.items()))
-    return "\n\n".join(
-        f"{text}, {group}:\n\n![{text}]({_figure(group, name)})"
+    return [
+        (text, _figure(group, name))
         for name, text in _GALLERY.items()
         if (report.directory / "figures" / f"{name}.png").exists()
-    )
+    ]
 
 
 def _slug(group: str) -> str:
@@ -164,19 +231,6 @@ def _slug(group: str) -> str:
 def _figure(group: str, name: str) -> str:
     """Where a figure of a group's first run is, seen from the page."""
     return f"images/claims/{_slug(group)}-{name}.png"
-
-
-def _row(name: str, groups: _Groups) -> str:
-    found = _made(name, groups)
-    owner, (claim, *_) = next(iter((found or _made(name, groups, measured=False)).items()))
-    cells = [
-        f"**{claim.name}**: {claim.statement}<br>*{claim.source}*",
-        _merged({group: _counted(claims) for group, claims in found.items()}) or NOT_MEASURED,
-        _merged({group: claims[0].number for group, claims in found.items()}),
-        "every one" if found.keys() == groups.keys() and len(found) > 3 else ", ".join(found),
-        f"[{claim.figure}]({_figure(owner, claim.figure)})" if claim.figure else "",
-    ]
-    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 
 def _verdict(claims: Sequence[Claim]) -> str | None:
@@ -197,9 +251,11 @@ def _counted(claims: Sequence[Claim]) -> str:
         return f"{verdict} (1 seed)" if verdict == NOT_DECIDED else claims[0].verdict
     if verdict and (intervals := _intervals(claims)):
         margins = ", ".join(f"{low:.3g} to {high:.3g}" for low, high in intervals)
-        return f"{verdict} ({seeds} seeds, margin {margins})"
+        return f"{verdict} (margin {margins})"
     counts = Counter(claim.verdict for claim in claims).most_common()
-    return "; ".join(f"{said} ({count} of {seeds} seeds)" for said, count in counts)
+    if len(counts) == 1:
+        return counts[0][0]
+    return "; ".join(f"{said} ({count}/{seeds})" for said, count in counts)
 
 
 def _intervals(claims: Sequence[Claim]) -> list[tuple[float, float]]:
@@ -212,30 +268,25 @@ def _intervals(claims: Sequence[Claim]) -> list[tuple[float, float]]:
     return list(zip(mean - half, mean + half, strict=True))
 
 
-def _merged(texts: Mapping[str, str]) -> str:
-    """One text if all mechanisms have the same, else a line for each different one."""
-    owners: dict[str, list[str]] = {}
-    for mechanism, text in texts.items():
-        owners.setdefault(text, []).append(mechanism)
-    if len(owners) == 1:
-        return next(iter(owners))
-    return "<br>".join(f"{', '.join(mechanisms)}: {text}" for text, mechanisms in owners.items())
-
-
 def write_claims(
     workdirs: Sequence[str | Path], out: str | Path, contests: Sequence[Contest] = ()
 ) -> Path:
     """Writes the page of claims and copies the figures it shows beside it, to ``images/claims``."""
     reports, out = [read_report(workdir) for workdir in workdirs], Path(out)
-    groups = _groups(reports)
+    groups, told = _groups(reports), told_of(reports)
     page = document.render(
         "claims.md",
-        reports=reports,
+        models=_models(groups),
+        size=", ".join(dict.fromkeys("{} blocks of width {}".format(*r.size) for r in reports)),
         tally=_tally(groups),
         commands=_commands(groups),
-        table=claims_table(reports),
+        claims=claims_list(told),
+        verdicts=by_model(told, "verdicts"),
+        numbers=by_model(told, "numbers"),
         contests=contests_table(contests) if contests else "",
         gallery=_gallery(groups),
+        first=next(iter(groups)),
+        splits=", ".join(dict.fromkeys(report.split for report in reports)),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
@@ -251,6 +302,14 @@ def write_claims(
             small = image.convert("RGB").quantize(256)
             small.save(images / f"{owner}-{figure}.png", optimize=True)
     return out
+
+
+def _models(groups: _Groups) -> list[tuple[str, str]]:
+    """Each mechanism with the accuracies of its seeds."""
+    return [
+        (group, ", ".join(f"{report.accuracy:.4f}" for report in reports))
+        for group, reports in groups.items()
+    ]
 
 
 def _tally(groups: _Groups) -> str:

@@ -90,7 +90,7 @@ def read_contest(folder: str | Path, second: str, first: str) -> Contest:
 def contests_table(contests: Sequence[Contest]) -> str:
     """Returns a Markdown table, one row a comparison."""
     lines = [
-        "| comparison | steps | first order | second order | "
+        "| comparison | steps, seeds | first order | second order | "
         "difference (95 % interval; p after Holm) | steps to the first order's end | "
         "higher accuracy |",
         "|---|---|---|---|---|---|---|",
@@ -101,9 +101,10 @@ def contests_table(contests: Sequence[Contest]) -> str:
         median = statistics.median(reached)
         lines.append(
             f"| [{contest.folder.name}](../results/{contest.folder.name}/results.md) | "
-            f"{contest.steps} | {contest.first}: {first:.4f} | {contest.second}: {second:.4f} | "
+            f"{contest.steps}, {found.pairs} | {contest.first}: {first:.4f} | "
+            f"{contest.second}: {second:.4f} | "
             f"{found.mean:+.4f} ({found.low:+.4f} to {found.high:+.4f}; {contest.adjusted:.3f}) | "
             f"{'not reached' if median > contest.steps else f'{median:g}'} | "
-            f"{contest.verdict} ({found.pairs} seeds) |"
+            f"{contest.verdict} |"
         )
     return "\n".join(lines)

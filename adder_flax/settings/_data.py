@@ -27,12 +27,12 @@ class DataSettings:
     )
     eval_split: str = setting(
         "eval",
-        "what is evaluated on; eval is the first that there is of validation, val and test",
+        "what is evaluated on; eval: the first of validation, val and test",
         expected=_SPLIT,
     )
     repeats: int = setting(
         1,
-        "rows of a batch with one record, each augmented on its own; an epoch keeps its length",
+        "rows of a batch with one record, each augmented on its own",
         ge=1,
         le=1024,
     )
@@ -41,15 +41,13 @@ class DataSettings:
     )
     eval_crop_ratio: float = setting(
         0.875,
-        "side of the middle that evaluations see, over the shorter side of photographs that vary "
-        "in size",
+        "side of the middle that evaluations see over a photograph's shorter side",
         ge=0.1,
         le=1,
     )
     mean: tuple[float, ...] = setting(
         "",
-        'of each channel of images in [0, 1], by which they are normalised: "0.5,0.5,0.5"; empty: '
-        "as the weights of init_from want it, else the set's own",
+        'of each channel: "0.5,0.5,0.5"; empty: that of init_from, else the set\'s own',
         commas=float,
         ge=-100,
         le=100,

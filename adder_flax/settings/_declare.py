@@ -128,7 +128,7 @@ def following(
     names: dict[Any, list[str]] = {}
     for name, value in values.items():
         names.setdefault(value, []).append(name)
-    meant = ", ".join(f"{value} with {other} {' or '.join(of)}" for value, of in names.items())
+    meant = ", ".join(f"{value} ({', '.join(of)})" for value, of in names.items())
     reason = f"{reason}; {unset:g}: {meant}"
     unset = type(next(iter(values.values())))(unset)  # a flag takes what its default is
     field = setting(unset, reason, words={int(unset): None}, **declared)

@@ -87,7 +87,7 @@ class AttentionSettings:
     temperature: float | str = setting(1.0, "divides the scores", ge=1e-3, le=1e3)
     key_block: int | str | None = setting(
         "auto",
-        "attention in blocks of so many keys, in memory linear in the tokens; off builds the maps",
+        "attention in blocks of so many keys, in linear memory; off builds the maps",
         words={"auto": "auto", "off": None},
         ge=1,
         le=2**20,
@@ -161,7 +161,7 @@ class BlockSettings(AttentionSettings):
     adder_options: AdderSettings | Mapping[str, Any] = section(AdderSettings)
     layer_scale: float | None = setting(
         0.0,
-        "first value of a learned factor of each feature that attention and MLP add; 0 is off",
+        "first value of a learned factor of what attention and MLP add; 0 is off",
         words={0: None},
         gt=0,
         le=100,
@@ -174,7 +174,7 @@ class BlockSettings(AttentionSettings):
     )
     norm_position: Literal["pre", "post"] = setting(
         "pre",
-        "LayerNorm in front of attention and MLP, or behind the sum of each with what goes in",
+        "LayerNorm in front of attention and MLP, or behind their sums",
     )
     dropout_rate: float = setting(
         0.0, "of embeddings, after attention and in the MLPs", data="if on", ge=0, lt=1
@@ -216,7 +216,7 @@ class VitSettings(BlockSettings):
     pooling: Literal["cls", "mean"] = setting("cls", "the class token, or the mean of the patches")
     distilled: bool = setting(
         False,
-        "a second token, with a head of its own that learns from a teacher; needs the class token",
+        "a second token whose head learns from a teacher; needs the class token",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "of the computation")
     anneal_start: float = setting(
@@ -227,7 +227,7 @@ class VitSettings(BlockSettings):
     )
     anneal_end: float = setting(
         0.0,
-        "share of it after which all have the L1 distance; 0: they have it from the start",
+        "share after which all have the L1 distance; 0: from the start",
         ge=0,
         le=1,
     )

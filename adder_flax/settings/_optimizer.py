@@ -24,7 +24,7 @@ _CG_FAC = {
     "iterations": {"clip": 10, "share": 10, "rms": 10},
 }
 _CLIP = "bound on the change of the output, with step clip"
-_FACTOR = "factor of the steps, which follow the schedule relative to its peak, or itself with rms"
+_FACTOR = "step size; with rms times the run's rate"
 _DAMPING = "of the systems, times each layer's mean eigenvalue"
 _Fisher = Literal["mc", "empirical", "ggn", "enumerate"]
 
@@ -38,14 +38,13 @@ class KfacSettings:
     )
     step: Literal["rms", "share", "clip"] = setting(
         "rms",
-        "each layer's step of the size of Muon's; the share learning_rate of its weights; the "
-        "solution, within kl_clip",
+        "length of a layer's step: Muon's, a share of its weights, or within kl_clip",
     )
     damping: float = following("step", _KFAC["damping"], _DAMPING, data=True, gt=0, le=1e12)
     iterations: int = following(
         "step",
         _KFAC["iterations"],
-        "of CG behind the inverses; 0: these alone, with rms or share",
+        "of CG behind the inverses; 0: these alone",
         unset=-1,
         ge=0,
         le=1000,
@@ -59,9 +58,7 @@ class KfacSettings:
     )
     curvature_stride: int | None = setting(
         0,
-        "one of so many examples gives curvature, in a pass of its own; 1: all, in the gradient's "
-        "pass if each step renews it; 0: as kfac.curvature_stride says, one of several where "
-        "tokens are many",
+        "one of so many examples gives curvature; 1: all; 0: as kfac.curvature_stride says",
         words={0: None},
         ge=1,
         le=65536,
@@ -223,8 +220,7 @@ class OptimizerSettings:
     )
     layer_decay: float = setting(
         1.0,
-        "the rate of each block of a transformer is the next one's times this, for fine-tuning; 1 "
-        "is off",
+        "rate of a block over the next one's, for fine-tuning; 1 is off",
         gt=0,
         le=1,
     )

@@ -45,13 +45,11 @@ class RunSettings:
     )
     init: Literal["sequence", "path"] = setting(
         "sequence",
-        "what the seed gives each parameter: the next random numbers, or those of its own path, so "
-        "that models that agree in part begin alike there",
+        "random numbers of a parameter: the next ones, or those of its path",
     )
     init_from: str = setting(
         "",
-        "weights to start from, in safetensors: a file or folder of timm, of Hugging Face or of "
-        "--mode=export; what arrays do not tell is read from the config.json beside them",
+        "safetensors to start from, of timm, Hugging Face or --mode=export",
         expected="a file or a folder, or nothing",
         max_length=4096,
     )

@@ -45,7 +45,7 @@ class AugmentSettings:
     flip_probability: float = setting(0.5, "of mirroring left and right", data="if on", ge=0, le=1)
     color_jitter: float = setting(
         0.3,
-        "c gives brightness, contrast and saturation a factor in [1 - c, 1 + c] each; 0 is off",
+        "c: factors of brightness, contrast, saturation in [1 - c, 1 + c]; 0 is off",
         data="if on",
         ge=0,
         le=100,
@@ -68,7 +68,7 @@ class AugmentSettings:
     )
     cutmix_alpha: float = setting(
         1.0,
-        "CutMix with area Beta(alpha, alpha), in half of the mixing where both are on; 0 is off",
+        "CutMix with area Beta(alpha, alpha), in half of the mixing; 0 is off",
         data="if on",
         ge=0,
         le=1000,
@@ -103,8 +103,7 @@ class ClassificationSettings(AugmentSettings):
     )
     loss: Literal["softmax", "sigmoid"] = setting(
         "softmax",
-        "cross-entropy of one class out of all; sigmoid: of each by itself, all that are mixed "
-        "being there (DeiT III)",
+        "cross-entropy of one class out of all; sigmoid: of each (DeiT III)",
     )
 
     def faults(self, where: str) -> Iterator[str]:

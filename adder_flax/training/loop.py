@@ -25,7 +25,7 @@ from adder_flax.training.metrics import MetricWriter
 from adder_flax.training.processes import InterruptWatch, StopVote
 from adder_flax.training.progress import DeferredMetrics, Profiler, Progress
 from adder_flax.training.setup import Run
-from adder_flax.training.skeleton import joined, take_apart
+from adder_flax.training.skeleton import take_apart
 from adder_flax.training.step import State, evaluation_params, make_eval_step, step_keys
 from adder_flax.training.workdir import (
     changed_data,

@@ -152,7 +152,7 @@ class KfacOptions(Options):
     fisher: str | None = None
 
     exact: ClassVar[bool] = False
-    # docs/cg_fac.md has how they were found.
+    # docs/cg_fac_measured.md has what they are worth.
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "rms": dict(_PRESET, learning_rate=2e-3, momentum=0.95, damping=0.03, inverse_interval=5),
         "share": dict(_PRESET, learning_rate=0.1, momentum=0.9, damping=0.1),

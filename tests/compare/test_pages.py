@@ -1,5 +1,6 @@
 """The tables of the result pages, held to the records that they are made of."""
 
+import re
 import subprocess
 import sys
 
@@ -8,7 +9,8 @@ from ml_collections import ConfigDict
 
 from adder_flax import compare, packed
 from adder_flax.compare.blocks import as_markdown
-from adder_flax.compare.table import blocks_of, rows_of
+from adder_flax.compare.page import page_of
+from adder_flax.compare.table import rows_of
 from adder_flax.experiment import load_experiment
 from adder_flax.settings import CompareSettings, filled
 from tests.processes import ROOT
@@ -27,8 +29,10 @@ def test_a_page_is_what_its_records_give(name, monkeypatch, tmp_path):
     folder = RESULTS.relative_to(ROOT) / name
     kept = load_experiment(str(folder / packed.NAME)).to_dict()
     comparison = compare.Comparison(ConfigDict(filled(CompareSettings, kept)), tmp_path)
-    made = as_markdown(blocks_of(comparison, rows_of(comparison)))
-    assert (folder / "results.md").read_text().startswith(made)
+    made = as_markdown(page_of(comparison, rows_of(comparison)))
+    assert (folder / "results.md").read_text() == made
+    shown = set(re.findall(r"\(figures/(\w+\.svg)\)", made))
+    assert {path.name for path in (folder / "figures").glob("*.svg")} == shown
 
 
 def test_the_command_reads_a_comparison_of_any_model_from_its_records():

@@ -222,5 +222,12 @@ def test_six_seeds_put_no_arm_ahead_but_in_a_table_that_was_to_decide(
     # Two differences: the smaller p counts twice.
     assert additive[9] == "0.062"
     assert additive[10].startswith(told)
+    sentence = page.splitlines()[2]
+    if confirmatory:
+        assert f"In test accuracy: additive {told} of dot; none of the other 1 is told" in sentence
+    else:
+        assert "None of 2 arms is told from dot in test accuracy by 6 seeds (that" in sentence
+        assert "they differ by +0.0000 to +0.1250." in sentence
+    assert page.splitlines()[4].startswith("![Differences of 2 arms from dot")
     assert again[8:] == ["1.000", "1.000", "no difference that 6 seeds can tell |"]
     assert ("no arm can be called ahead" in page) == (not confirmatory)

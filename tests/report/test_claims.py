@@ -11,7 +11,7 @@ import pytest
 from adder_flax import packed
 from adder_flax.report import claims, save_figure
 from adder_flax.report._style import new_figure
-from adder_flax.report.claims import claims_table, read_report, write_claims
+from adder_flax.report.claims import by_model, claims_list, read_report, told_of, write_claims
 from adder_flax.report.page import Claim
 
 
@@ -43,26 +43,39 @@ def make_run(tmp_path):
     return make
 
 
-def cells(page, name):
-    [row] = [line for line in page.splitlines() if line.startswith(f"| **{name}**")]
-    return [cell.strip() for cell in row.strip("|").split("|")]
+def item(page, name):
+    [line] = [line for line in page.splitlines() if line.startswith("- ") and f"`{name}`" in line]
+    return line
 
 
-def test_rows_count_seeds_and_tell_mechanisms_apart(make_run):
+def row(page, name):
+    [line] = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def verdicts(runs):
+    """Of the claim a, by mechanism."""
+    [told] = told_of([read_report(run) for run in runs])
+    return told.verdicts
+
+
+def test_claims_count_seeds_and_tell_mechanisms_apart(make_run):
     runs = [
         make_run("adder", 0, {"a": "holds", "b": "does not hold", "c": "holds"}),
         make_run("adder", 1, {"a": "holds", "b": "holds", "c": "holds"}),
         make_run("dot", 0, {"a": "does not hold", "b": "not measured", "c": "holds"}),
     ]
-    table = claims_table([read_report(run) for run in runs])
-    statement, verdict, number, command, figure = cells(table, "a")
-    assert statement == "**a**: ‖q&#124;k‖ of a is so.<br>*paper, part 1*"
-    assert verdict == "adder: holds (2 of 2 seeds)<br>dot: does not hold"
-    assert number == "adder: adder 0<br>dot: dot 0"
-    assert (command, figure) == ("adder, dot", "[curve](images/claims/adder-curve.png)")
-    both = "does not hold (1 of 2 seeds); holds (1 of 2 seeds)"
-    assert cells(table, "b")[1:4] == [both, "adder 0", "adder"]
-    assert cells(table, "c")[1] == "adder: holds (2 of 2 seeds)<br>dot: holds"
+    told = told_of([read_report(run) for run in runs])
+    page = claims_list(told)
+    assert page.startswith("### paper\n\n- **Differs between models**: ‖q|k‖ of a is so. `a`")
+    assert item(page, "a").endswith("(part 1, [figure](images/claims/adder-curve.png))")
+    assert "**Does not hold (1/2); holds (1/2)**: " in item(page, "b")
+    assert "(part 1, adder 0, [figure]" in item(page, "b")
+    assert "**Holds**: " in item(page, "c")
+    assert row(by_model(told, "verdicts"), "a") == ["holds", "does not hold"]
+    assert row(by_model(told, "numbers"), "c") == ["adder 0", "dot 0"]
+    assert "| b |" not in by_model(told, "verdicts")
+    assert by_model(told[1:2], "numbers") == ""
 
 
 @pytest.mark.parametrize(
@@ -70,9 +83,9 @@ def test_rows_count_seeds_and_tell_mechanisms_apart(make_run):
     [
         # Student's interval of n numbers by hand: mean ± t s/√n, t = 4.3027 of 2 degrees of
         # freedom.
-        ([1.0, 1.1, 1.2], "holds (3 seeds, margin 0.852 to 1.35)"),
-        ([-1.0, -1.1, -1.2], "does not hold (3 seeds, margin -1.35 to -0.852)"),
-        ([1.0, 1.1, -0.5], "not decided (3 seeds, margin -1.69 to 2.76)"),
+        ([1.0, 1.1, 1.2], "holds (margin 0.852 to 1.35)"),
+        ([-1.0, -1.1, -1.2], "does not hold (margin -1.35 to -0.852)"),
+        ([1.0, 1.1, -0.5], "not decided (margin -1.69 to 2.76)"),
         ([1.0], "not decided (1 seed)"),
     ],
 )
@@ -81,7 +94,7 @@ def test_a_difference_is_decided_by_its_interval_over_the_seeds(make_run, margin
         make_run("adder", seed, {"a": "holds"}, margins=(margin,))
         for seed, margin in enumerate(margins)
     ]
-    assert cells(claims_table([read_report(run) for run in runs]), "a")[1] == verdict
+    assert verdicts(runs) == {"adder": verdict}
 
 
 def test_a_difference_of_two_margins_needs_both(make_run):
@@ -95,12 +108,11 @@ def test_a_difference_of_two_margins_needs_both(make_run):
         for name, margin in second.items()
         for seed in range(3)
     ]
-    verdicts = cells(claims_table([read_report(run) for run in runs]), "a")[1].split("<br>")
-    assert [verdict.partition(" (")[0] for verdict in verdicts] == [
-        "dot: holds",
-        "additive: holds",  # decided apart: its own report says what it is
-        "bilinear: not decided",
-    ]
+    assert {name: said.partition(" (")[0] for name, said in verdicts(runs).items()} == {
+        "dot": "holds",
+        "additive": "holds",  # decided apart: its own report says what it is
+        "bilinear": "not decided",
+    }
 
 
 def test_data_sets_and_mechanisms_without_the_identity_are_told_apart(make_run, tmp_path):
@@ -110,10 +122,10 @@ def test_data_sets_and_mechanisms_without_the_identity_are_told_apart(make_run, 
         make_run("dot", 0, {"a": "does not hold"}, data="fashion_mnist"),
     ]
     page = write_claims(runs, tmp_path / "docs" / "claims.md").read_text()
-    groups = "adder on digits, adder without identity on fashion_mnist, dot on fashion_mnist"
-    assert cells(page, "a")[3] == groups
-    assert "| adder without identity | fashion_mnist | 12, 192 | 0 | 0.9000 | test |" in page
-    assert f"--workdir={runs[1]} --baseline={runs[2]}`" in page
+    head = "| adder on digits | adder without identity on fashion_mnist | dot on fashion_mnist |"
+    assert f"| claim {head}" in page
+    assert "| adder without identity on fashion_mnist | 0.9000 |" in page
+    assert f"--workdir={runs[1]} --baseline={runs[2]}\n" in page
     assert (tmp_path / "docs" / "images" / "claims" / "adder_on_digits-curve.png").is_file()
 
 
@@ -126,8 +138,8 @@ def test_a_run_from_a_record_is_made_again_from_the_record(make_run, tmp_path, m
     record = f"{file.relative_to(tmp_path)}#{run.name}"
     page = write_claims([run], tmp_path / "docs" / "claims.md").read_text()
     assert (
-        f"`python main.py --config={record} --config.data.eval_split=eval --workdir={run}`, then "
-        f"`python main.py --mode=analyze --config={run / 'config.json'} --workdir={run}`" in page
+        f"python main.py --config={record} --config.data.eval_split=eval --workdir={run}\n"
+        f"python main.py --mode=analyze --config={run / 'config.json'} --workdir={run}\n" in page
     )
 
 
@@ -142,11 +154,12 @@ def test_page_has_its_figures_models_and_tally(make_run, tmp_path, capsys):
     page = out.read_text()
     for count in (r"1 hold(?! under)", "1 differ between models", "1 hold under a condition"):
         assert re.search(count, page)
-    assert "| adder | digits | 12, 192 | 0 | 0.9750 | test |" in page
+    assert "| adder | 0.9750 |" in page
+    assert "12 blocks of width 192; accuracy on test, by seed:" in page
     images = {path.name for path in (out.parent / "images" / "claims").iterdir()}
     assert images == {"adder-curve.png", "dot-curve.png", "adder-maps.png"}
     write_claims(runs[:1], out)
-    assert "not measured" in cells(out.read_text(), "b")[1]
+    assert "**Not measured**" in item(out.read_text(), "b")
     images = {path.name for path in (out.parent / "images" / "claims").iterdir()}
     assert images == {"adder-curve.png", "adder-maps.png"}
 
