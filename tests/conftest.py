@@ -1,5 +1,6 @@
 """What several test modules share."""
 
+import collections
 import gc
 import os
 import subprocess
@@ -27,7 +28,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 # So has a run whose own XLA_FLAGS are set, be it to nothing.
 if "XLA_FLAGS" not in os.environ:
     os.environ["XLA_FLAGS"] = (
-        "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1"
+        "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
     )
     xla_client.CompileOptions()
     del os.environ["XLA_FLAGS"]
@@ -40,6 +41,21 @@ annotations.hold()
 # Else one twentieth of a run goes into looking through what libraries and caches hold.
 gc.freeze()
 gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.hookimpl(tryfirst=True)  # before slow ones are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow all but n cases, from all over them, of tests that are marked ``cases(n)``."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("cases") and not item.get_closest_marker("slow"):
+            cases[item.nodeid.split("[")[0]].append(item)
+    for some in cases.values():
+        count = some[0].get_closest_marker("cases").args[0]
+        kept = {round(i * (len(some) - 1) / max(count - 1, 1)) for i in range(count)}
+        for i, item in enumerate(some):
+            if i not in kept:
+                item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

@@ -48,6 +48,7 @@ def test_the_step_of_any_experiment_can_be_timed():
     assert window_of(config) == 2
 
 
+@pytest.mark.slow
 def test_every_block_of_an_experiment_is_verified_in_float64():
     report = verify.report_of(verify.make_run("autoencoder", examples=3, depth=1))
     assert report.layers.coverage == 1

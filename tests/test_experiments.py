@@ -31,6 +31,7 @@ def _build(name, data=None):
     return config, nnx.eval_shape(lambda: vit(read(RunSettings, config).model, source))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_the_file_gives_the_mechanism_and_size_of_its_name(name):
     config, model = _build(name)
@@ -44,6 +45,7 @@ def test_the_file_gives_the_mechanism_and_size_of_its_name(name):
     assert len(model.blocks) == 12
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "millions"),
     [("deit_tiny", 5.717416), ("deit_small", 22.050664), ("deit_base", 86.567656)],
@@ -54,6 +56,7 @@ def test_parameters_of_the_multiplicative_224_pixel_models_are_deits(name, milli
     assert sum(sizes) == millions * 1e6
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("data", "tokens"),
     [(None, 17), ("cifar10", 65), ("fashion_mnist", 50), ("mnist", 50), ("imagenet2012", 197)],

@@ -105,6 +105,7 @@ _WORDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "number"),
     [(_DIGITS, signal.SIGINT), _slow(_DIGITS, signal.SIGTERM), _slow(_WORDS, signal.SIGTERM)],

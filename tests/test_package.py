@@ -72,6 +72,7 @@ def test_the_requirements_of_main_are_the_core_and_four_extras():
     assert listed == {name for name in needed if not name.startswith("adder-flax[")}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("library", "code", "extra"),
     [

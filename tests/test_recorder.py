@@ -92,6 +92,7 @@ def test_nobody_listens_nobody_pays():
     assert str(jax.make_jaxpr(without)(X)) == plain
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("options", [{}, {"remat": True}, {"scan_blocks": True, "remat": True}])
 def test_a_vision_transformer_names_its_layers(options):
     options = SIZES | dict(score="adder", mlp_linear="adder") | options
@@ -137,6 +138,7 @@ class Translator(nnx.Module):
         return step(self, states[:, -1])[1]
 
 
+@pytest.mark.slow
 def test_a_recurrent_model_is_recorded_step_by_step():
     model = Translator()
     source = np.random.default_rng(2).standard_normal((2, 6, 4)).astype(np.float32)

@@ -100,6 +100,7 @@ def test_kfac_stands_alone():
             assert not name.startswith(("adder_flax", "experiments")), f"{path} imports {name}"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "package", ["ops", "attention", "layers", "models", "quantized", "measures", "counting"]
 )

@@ -159,6 +159,7 @@ def test_a_single_attention_module():
     np.testing.assert_allclose(weights, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "wrap", [jax.jit, jax.checkpoint, lambda call: jax.vmap(lambda x: call(x[None])[0])]
 )

@@ -76,6 +76,7 @@ def test_products_and_coverage(make, score, options):
         assert max(row.capture_error, row.product_error) < 1e-10, row
 
 
+@pytest.mark.slow
 def test_linen_parameters_are_known_by_identity_too():
     module = linen.MultiHeadAttention(
         num_heads=2, score="bilinear", identity=False, temperature="learned"
@@ -91,6 +92,7 @@ def test_linen_parameters_are_known_by_identity_too():
     assert max(max(row.capture_error, row.product_error) for row in report.rows) < 1e-10
 
 
+@pytest.mark.slow
 def test_nothing_is_reported_from_blocks_of_keys():
     loss_fn, params = loss_of(*multi_head("additive"))
     blocked, _ = loss_of(
@@ -117,6 +119,7 @@ def factors_of_v(params, loss_fn, args):
     return systems.new_factors(block, curvature, lanes, "factors")
 
 
+@pytest.mark.slow
 def test_factors_of_the_vector_that_reads_hidden_units():
     loss_fn, params = loss_of(*sequence("additive"))
     query, key = inputs()
@@ -147,6 +150,7 @@ def test_factors_of_the_vector_that_reads_hidden_units():
     np.testing.assert_allclose(right[0, 0, 0], gradients.mean(), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_sample_of_the_pairs_estimates_the_second_moment(monkeypatch):
     """Of alike tokens every sample is the whole; of others its expectation is."""
     loss_fn, params = loss_of(*sequence("additive"))

@@ -61,6 +61,7 @@ def assert_as_reference(found, name, inputs, parameters, *, tolerances=(2e-5, 2e
     np.testing.assert_allclose(out, expected_out, rtol=rtol, atol=max(atol, 5e-6))
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("q_length", "k_length"), [(1, 1), (2, 2), (17, 17), (3, 5)])
 def test_equals_the_formula(name, q_length, k_length):
@@ -136,6 +137,7 @@ def test_grouped_heads_share_keys_and_values(name):
     assert_as_reference(found, name, inputs, parameters, identity=True)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 0.04), (jnp.float16, 0.005)])
 def test_half_precision_inputs(name, dtype, tolerance):
@@ -162,6 +164,7 @@ def test_double_precision_stays_double(name):
         np.testing.assert_allclose(out, expected, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_equal_finite_differences(name):
     with jax.enable_x64(True):
@@ -214,6 +217,7 @@ def test_layer_norm_gradients_equal_those_of_the_broadcast_form():
         )
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_vmap_and_remat_change_nothing(name):
     inputs, parameters = make_inputs(5, 5), make_parameters(name)
@@ -233,6 +237,7 @@ def test_vmap_and_remat_change_nothing(name):
     jax.tree.map(close, (values.sum(), gradients), expected)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_samples_do_not_depend_on_the_batch(name):
     inputs, parameters = make_inputs(17, 17, batch=(5,)), make_parameters(name)
@@ -266,6 +271,7 @@ def test_empty_batches_and_sequences(name, batch, q_length, k_length):
     assert not np.any(out) or k_length  # who has no key to look at gets zeros
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "name",
     [*(pytest.param(name, marks=pytest.mark.slow) for name in ("dot", "bilinear")), *NAMES[2:]],

@@ -172,6 +172,7 @@ def test_a_field_that_a_later_version_adds_leaves_names_as_they_are():
     assert digest(ConfigDict(later)) == digest(ConfigDict(earlier)) != digest(ConfigDict(fields))
 
 
+@pytest.mark.slow
 def test_every_record_of_a_page_has_the_name_of_its_configuration():
     """By which a later version finds it: where that fails, a page's runs would all be run anew."""
     files = sorted((ROOT / "results").glob(f"*/{packed.NAME}"))

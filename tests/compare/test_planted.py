@@ -172,6 +172,7 @@ def test_runs_of_another_device_or_version_are_not_compared(elsewhere, tmp_path)
     assert "Not finished" not in page
 
 
+@pytest.mark.slow
 def test_a_floor_stands_beside_a_finished_comparison_of_images(tmp_path):
     comparison = Comparison(make_config(factors=ARMS, baseline={"arm": "dot"}, seeds=2), tmp_path)
     fill(comparison, lambda cell: 0.5)

@@ -53,6 +53,7 @@ def test_what_is_no_part_is_left_to_the_set():
 PARTS = ["", "[:50%]", "[40%:]", "[50%:]", "[33%:34%]", "[7%:93%]"]
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("one", PARTS)
 @pytest.mark.parametrize("other", PARTS)
 def test_shared_records_are_those_that_both_have(one, other):

@@ -139,6 +139,7 @@ def test_masks_of_the_classical_forms_say_how_they_go_in():
 # --- Infinite biases -----------------------------------------------------------------------------
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("key_block", [None, 2])
 @pytest.mark.parametrize("masked", [False, True])
 def test_minus_infinity_in_a_bias_masks_beside_a_mask(key_block, masked):
@@ -224,6 +225,7 @@ def test_decoding_in_linen():
     np.testing.assert_allclose(np.concatenate(outputs, 1), whole, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("key_block", [None, 2])
 @pytest.mark.parametrize("kv_heads", [HEADS, 1])
 def test_several_queries_beside_a_cache(kv_heads, key_block):
@@ -260,6 +262,7 @@ def test_what_is_a_querys_own_key_has_to_be_known():
 # --- Dtypes --------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("wide", ["bias", "key_bias", "temperature", "scale", "v"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_double_precision_beside_narrower_tokens_in_blocks(dtype, wide):

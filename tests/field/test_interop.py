@@ -39,6 +39,7 @@ SCORES = [
 ]
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("options", SCORES, ids=str)
 @pytest.mark.parametrize("names", ["timm", "hugging_face", "transformers_5"])
 def test_scale_and_temperature_become_part_of_the_queries(names, options, tmp_path):
@@ -249,6 +250,7 @@ def test_deviations_that_are_none_are_refused(tmp_path):
             interop.read_statistics(tmp_path / "w")
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_mean_of_its_weights_to_the_end_and_in_what_it_exports(tmp_path, capsys):
     config = common.deit("multiplicative", "tiny")
     config.update_from_flattened_dict(TINY | {"num_epochs": 0.05})
@@ -449,6 +451,7 @@ TIMM_SCALES = {
 }
 
 
+@pytest.mark.slow
 def test_rates_fall_towards_the_images_as_in_timm():
     plain, decayed = updates_of(), updates_of(layer_decay=0.5)
     for name, scale in TIMM_SCALES.items():
@@ -534,6 +537,7 @@ def arrays_with(class_token=True, reg_tokens=0, no_embed_class=False, fc_norm=Fa
     return arrays
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", REGISTERS)
 def test_registers_and_the_norm_behind_the_mean_give_timms_logits(kind, tmp_path):
     theirs, ours, logits, tall = REGISTERS[kind]

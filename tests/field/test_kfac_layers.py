@@ -252,6 +252,7 @@ def overridden(base):
     return Doubled
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("linen_layer", "nnx_layer"),
     [
@@ -323,6 +324,7 @@ def test_parameters_of_a_subclass_are_not_its_parents(base, sizes):
 
 
 # google-deepmind/kfac-jax#188
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("make", "cell"),
     [

@@ -363,6 +363,7 @@ def test_an_adder_layer_that_is_called_wants_its_distances():
         kfac.tap(layer, params, jnp.ones((4, 3)), path="")
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("iterations", [0, 2])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("layer", [kfac.Dense(), L1_FULL])

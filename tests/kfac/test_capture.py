@@ -75,6 +75,7 @@ def jitted_in_vmap(params, x, labels):
     )
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "loss_fn",
     [

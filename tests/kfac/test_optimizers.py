@@ -806,6 +806,7 @@ def test_the_step_compiles_once_and_its_state_survives_a_checkpoint(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("make", [kfac.kfac, kfac.cg_fac])
 def test_no_array_stands_in_two_places_of_the_state(make):
     """A step that donates its state hands each buffer over once."""
@@ -834,6 +835,7 @@ def with_jacobian(params, x, labels):
     return cross_entropy(kfac.tap(kfac.Dense(), params["b"], x, path="b"), labels)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("loss_fn", [network, with_jacobian])
 @pytest.mark.parametrize("options", [{"step": "share"}, {"step": "clip"}])
 def test_curvature_in_a_pass_of_its_own_is_that_of_the_gradients_pass(loss_fn, options):

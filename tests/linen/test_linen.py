@@ -97,6 +97,7 @@ def assert_close(found, expected):
     jax.tree.map(close, found, expected)
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("name", PAIRS)
 def test_outputs_agree_for_one_parameter_tree(name):
     make_nnx, make_linen, make_inputs = PAIRS[name]
@@ -290,6 +291,7 @@ def test_a_network_inside_of_a_users_module_and_called_twice():
     np.testing.assert_allclose(Twice().apply(variables, x), once(once(x)), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_curvature_of_a_network_in_linen_is_that_of_its_nnx_form():
     sizes = dict(TINY, score="adder", mlp_linear="adder")
     model, images = linen.VisionTransformer(**sizes), rows(3, 4, 4, 1)

@@ -66,6 +66,7 @@ def test_states_are_those_of_flax_cells_run_by_hand(batch):
         np.testing.assert_allclose(memory.states[row, 0, 6:], states[1], **close)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", SCORES)
 def test_every_parameter_has_a_gradient(score, batch):
     graphdef, params = nnx.split(make(score, temperature="learned"), nnx.Param)

@@ -137,6 +137,7 @@ def test_training_reaches_every_parameter(graph):
     assert not names - {f"['blocks'][{i}]['attention']['key']['bias']" for i in (0, 1)}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_samples_do_not_depend_on_the_batch(pooling):
     model = make(**ADDER, pooling=pooling)
@@ -241,6 +242,7 @@ def test_features_that_there_are_not_are_refused(options, arguments, message):
         make(**options).features(images(), **arguments)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_images_of_another_size_have_gradients_of_all_positions(dtype):
     model = make(registers=1, dtype=jnp.dtype(dtype))

@@ -108,6 +108,7 @@ def check(backend, function, arrays, rule=RULES[2], axes="kn", tolerance=2e-5):
         )
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_function(backend, function):
     axes = "nk" if function == "l1_pullback_w" else "kn"

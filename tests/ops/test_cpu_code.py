@@ -22,6 +22,7 @@ def rows():
     return {row.name: row for row in cpu_code.measure("g++", "znver3")}
 
 
+@pytest.mark.cases(2)
 @needs_x86
 @pytest.mark.parametrize("name", cpu_code.CASES)
 def test_an_inner_loop_costs_no_more_than_its_certificate(rows, name):
@@ -34,6 +35,7 @@ def test_an_inner_loop_costs_no_more_than_its_certificate(rows, name):
 NEON_COMPILER, NEON_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     shutil.which(NEON_COMPILER) is None or shutil.which(NEON_EMULATOR) is None,
     reason=f"needs {NEON_COMPILER} and {NEON_EMULATOR}",

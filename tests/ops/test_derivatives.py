@@ -17,6 +17,7 @@ def _normal(*shapes, seed=0):
     return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("x_gradient", RULES)
 @pytest.mark.parametrize("w_gradient", RULES)
@@ -48,6 +49,7 @@ def _rule_and_slope(name, difference):
     return np.clip(2.5 * difference, -1, 1), 2.5 * (np.abs(2.5 * difference) < 1)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("x_rule", "w_rule"), [("hardtanh", "full"), ("hardtanh", "hardtanh"), ("full", "sign")]

@@ -44,6 +44,7 @@ def assert_close(got, expected):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize(("tokens", "key_block"), [(1, 4), (17, 4), (17, 100), (24, 8)])
 def test_every_score_with_every_operand_against_the_whole_map(name, tokens, key_block):
@@ -191,6 +192,7 @@ def test_no_keys_give_zeros():
     np.testing.assert_array_equal(output, np.zeros((3, 2)))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_memory_grows_with_the_tokens_and_not_with_their_square(backend):
     def megabytes(attention, tokens):

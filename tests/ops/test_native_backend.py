@@ -203,6 +203,7 @@ def test_inside_loops_and_parallel_branches_nothing_waits_for_itself():
     )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("devices", [1, 8])
 def test_same_bits_on_any_number_of_threads(devices, tmp_path):
     code = (

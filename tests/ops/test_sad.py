@@ -66,6 +66,7 @@ def random_shapes(count, seed=0):
 
 
 # Each shape is a program of its own, which the host's compiler takes two seconds for.
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("shape", random_shapes(5))
 def test_every_backend_sums_random_bytes(backend, shape):
     batch, m, n, k = shape
@@ -81,6 +82,7 @@ def test_ten_thousand_random_cases(backend):
         check(backend, x, w)
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("k", [1, 1500, 5000])
 def test_the_farthest_bytes_in_sums_of_several_pieces(backend, k):
     x, w = np.zeros((1, 3, k), np.uint8), np.full((1, 2, k), 255, np.uint8)
@@ -224,6 +226,7 @@ def program(request, tmp_path_factory):
     return ["qemu-aarch64", path] if request.param == "NEON" else [path]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("program", TARGETS, indirect=True)
 @pytest.mark.parametrize("cases", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_the_code_of_a_processor_computes_the_formula(program, cases):
@@ -238,6 +241,7 @@ def _functions_of(path):
     return re.findall(r"<(\S+)>:\n(.*?)(?:\n\n|\Z)", text, re.DOTALL)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.skipif(
     platform.machine() != "x86_64" or None in (shutil.which("g++"), shutil.which("objdump")),
     reason="needs g++, whose code this is about, on x86, and objdump",

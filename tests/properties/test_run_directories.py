@@ -74,6 +74,7 @@ def holds(workdir: Path, how: str, caplog) -> bool | None:
     return told and runs.same_bits(state, saved[step])
 
 
+@pytest.mark.slow
 @given(
     file=st.sampled_from(CHECKPOINT_FILES),
     damage=st.sampled_from(sorted(DAMAGES)),
@@ -104,6 +105,7 @@ def test_whole_arrays_that_are_not_what_was_saved_are_not_taken(how, caplog):
         assert holds(workdir, how, caplog) is (True if how == "last" else None)
 
 
+@pytest.mark.slow
 @given(
     file=st.sampled_from(["config.json", "data.json"]),
     damage=st.sampled_from(sorted(DAMAGES)),
@@ -195,6 +197,7 @@ _FOREIGN = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("kind", _FOREIGN)
 def test_what_does_not_belong_among_checkpoints_is_not_taken_for_one(kind, caplog):
     with runs.copy() as workdir:

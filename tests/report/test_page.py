@@ -56,6 +56,7 @@ class Page(HTMLParser):
         return [attrs for name, attrs in self.tags if name == tag]
 
 
+@pytest.mark.slow
 def test_claims_are_many_distinct_and_decided(report):
     names = [claim.name for claim in report.claims]
     assert len(names) == len(set(names)) >= 20
@@ -129,6 +130,7 @@ def test_a_model_without_attention_has_a_report_without_claims_on_maps(tmp_path)
         write_report(model, IMAGES, LABELS, tmp_path, families=["maps"])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("variant", ["multiplicative", "adder"])
 def test_extrapolated_operations_are_those_of_the_whole_model(variant):
     options = {"width": 192, "num_heads": 3, "depth": 5, **VARIANTS[variant]}

@@ -35,6 +35,7 @@ def task_of(kind):
     return tasks.Distillation(settings, FACTS)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["hard", "soft"])
 @pytest.mark.parametrize("distilled", [True, False])
 def test_the_loss_is_that_of_the_paper(kind, distilled):
@@ -66,6 +67,7 @@ class Fixed(nnx.Module):
         return self.logits
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["hard", "soft"])
 @pytest.mark.parametrize("num_heads", [1, 2])
 def test_the_curvature_is_the_hessian_of_both_terms(kind, num_heads):
@@ -145,6 +147,7 @@ def test_a_run_teaches_and_its_files_are_read_again_to_resume(teacher_run, tmp_p
     assert not [leaf for leaf in jax.tree.leaves(first.state) if leaf.shape == (3, 3, 1, 4)]
 
 
+@pytest.mark.slow
 def test_the_teachers_parameters_are_arguments_of_the_step(teacher_run):
     run = training.build_run(taught_by(teacher_run[0]))
     text = training.trace(run).lower().as_text()

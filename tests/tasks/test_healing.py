@@ -66,6 +66,7 @@ def test_a_swapped_head_has_the_closest_maps_of_all_that_were_tried():
     np.testing.assert_allclose(own, best, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_both_have_alike_is_copied():
     teacher = make()
     kinds = dict(score=["dot", "adder"], mlp_linear=["dense", "adder"])
@@ -112,6 +113,7 @@ def examples_and_task(**fields):
     return lambda progress: healing(teacher, progress, **chosen), student
 
 
+@pytest.mark.slow
 def test_an_adder_stem_begins_as_what_its_teacher_s_norms_make_of_its_convolutions():
     """A first convolution whose prototypes explain its teacher's normalised outputs as well as any
     scale and offset can, in NumPy, and better than prototypes of any other kernel."""
@@ -166,6 +168,7 @@ def test_the_loss_is_that_of_its_formula():
     np.testing.assert_allclose(late.loss, logits_alone, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_an_output_lacks_is_measured_by_the_variance_of_its_own_block():
     """Outputs of deeper blocks vary more: over all of them the first would count for nothing."""
     student, seen = make(seed=1), images(2)

@@ -64,6 +64,7 @@ def test_what_fills_a_batch_up_does_not_count(task, batch):
     assert (task.best.name, task.best.largest) == ("loss", False)
 
 
+@pytest.mark.slow
 def test_curvature_of_the_last_layer_is_its_hessian(task, batch):
     """Its logits are linear in it, so the Fisher matrix is the Hessian of the mean over images:
     of a Bernoulli variable for each value, p (1 − p) times the products of the layer's inputs."""
@@ -101,6 +102,7 @@ PAIRS = [("adamw", "dense"), ("kfac", "dense")]
 PAIRS += [pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "linear"), PAIRS)
 def test_steps_lower_the_loss(optimizer, linear):
     rate = 0.3 if optimizer == "sgd" else 5e-3

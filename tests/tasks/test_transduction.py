@@ -38,6 +38,7 @@ def make_model(task):
     return Seq2Seq(**sizes, width=16, embedding_features=8, dropout_rate=0.0, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_loss_is_the_mean_over_real_symbols(source, smoothing):
     task = make_task(source, label_smoothing=smoothing)
@@ -59,6 +60,7 @@ def test_the_loss_is_the_mean_over_real_symbols(source, smoothing):
     np.testing.assert_allclose(outcome.metrics["symbol_accuracy"], hits / count, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_curvature_is_over_the_real_symbols(source):
     """Of one word, that of the same word without what fills it up."""
     task = make_task(source)

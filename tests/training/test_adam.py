@@ -41,6 +41,7 @@ def test_a_step_that_is_not_sound_changes_no_moment(value):
 
 
 # As it is built, in a share of the parameters, and behind another stage.
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["adamw", "muon", "lamb"])
 def test_a_training_step_that_does_not_count_changes_nothing(name, tiny_config):
     run = build_run(tiny_config("multiplicative", **{"model.depth": 1, "optimizer.name": name}))
@@ -53,6 +54,7 @@ def test_a_training_step_that_does_not_count_changes_nothing(name, tiny_config):
         jax.tree.map(np.testing.assert_array_equal, after[part], lost[part])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="other compilers copy other things")
 def test_a_training_step_copies_no_moments(tiny_config):
     run = build_run(tiny_config("multiplicative"))

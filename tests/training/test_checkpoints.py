@@ -62,6 +62,7 @@ def same(state, step):
     )
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_changes_nothing_or_is_noticed(directory, caplog):
     draw = np.random.default_rng(0)
     files = sorted(path for path in (directory / "2").rglob("*") if path.is_file())

@@ -29,6 +29,7 @@ def reference(x):
     return total % modulus
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8", "bool"])
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5, 4)])
 def test_a_digest_is_what_its_definition_says(dtype, shape):
@@ -71,6 +72,7 @@ print(json.dumps([*out, take_digests({"x": x})]))
 """
 
 
+@pytest.mark.slow
 def test_however_an_array_is_split_over_devices_its_digest_is_the_same():
     done = subprocess.run(
         [sys.executable, "-c", _SPLIT],

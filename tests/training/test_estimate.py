@@ -196,6 +196,7 @@ def test_simulated_devices_from_the_command_line(run_main):
     assert all(part in done.stdout for part in (*parts, "additions a step"))
 
 
+@pytest.mark.slow
 def test_training_on_a_topology_is_refused(run_main, tmp_path):
     done = run_main(
         "--config=experiments/adder_deit_tiny.py",

@@ -109,6 +109,7 @@ def test_undecodable_images_can_be_left_out_and_are_counted(folder_config, tmp_p
     assert training.read_metrics(tmp_path / "run")[-1]["step"] == 3
 
 
+@pytest.mark.slow
 def test_images_that_were_removed_are_told(folder_config, tmp_path):
     folder_config.data.on_unreadable = "skip"
     run = training.build_run(folder_config)

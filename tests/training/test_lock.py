@@ -35,6 +35,7 @@ def owner_of(workdir):
     return json.loads((workdir / "trainer.owner").read_text())
 
 
+@pytest.mark.slow
 def test_another_process_is_refused_until_the_first_ends_or_is_killed(tmp_path):
     first = hold(tmp_path, 60)
     assert first.stdout.readline() == "held\n"
@@ -49,6 +50,7 @@ def test_another_process_is_refused_until_the_first_ends_or_is_killed(tmp_path):
     assert not is_held(tmp_path / "trainer.lock")
 
 
+@pytest.mark.slow
 def test_of_several_that_start_at_once_exactly_one_wins(tmp_path):
     processes = [hold(tmp_path, 600) for _ in range(4)]
     outcomes = [
@@ -69,6 +71,7 @@ def test_what_an_older_version_or_a_killed_run_left_does_not_stop_a_run(content,
         assert owner_of(tmp_path)["pid"] == os.getpid()
 
 
+@pytest.mark.slow
 def test_who_lost_the_lock_saves_nothing(tmp_path):
     with lock_workdir(tmp_path) as held:
         held.check()

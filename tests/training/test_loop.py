@@ -118,6 +118,7 @@ def test_another_set_of_the_same_classes_can_be_scored(tiny_config):
         build_run(tiny_config(), eval_data="fake")
 
 
+@pytest.mark.slow
 def test_an_image_may_have_several_right_labels_or_none(tiny_config, tmp_path):
     """The accuracy of ImageNet ReaL, counted one by one; names run across the classes."""
     rng = np.random.default_rng(0)
@@ -149,6 +150,7 @@ def test_an_image_may_have_several_right_labels_or_none(tiny_config, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_resume_of_a_complete_run_trains_no_further(tiny_config, tmp_path, capsys):
     _, first = fit(tiny_config(), tmp_path)
     _, second = fit(tiny_config(), tmp_path)

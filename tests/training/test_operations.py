@@ -16,6 +16,7 @@ def counted(**fields):
     return training.step_operations(training.build_run(config))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("start", "end", "blocks", "share"),
     [

@@ -65,6 +65,7 @@ def test_facts_of_every_kind_of_parameter(tiny_config):
         assert set(jax.tree.leaves(layers[name]["norm"])) == {plain}
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("prototypes", [False, True])
 @pytest.mark.parametrize("name", ["adamw", "kl_shampoo", "muon", "nadamw", "sgd", "soap"])
 def test_weight_decay_reaches_multiplicative_weights_and_prototypes_on_demand(
@@ -373,6 +374,7 @@ def _kl_shampoo_in_numpy(gradients, interval, b1=0.9, b2=0.98, eps=1e-8):
     return updates
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("stage", "in_numpy"),
     [(scale_by_soap, _soap_in_numpy), (scale_by_kl_shampoo, _kl_shampoo_in_numpy)],
@@ -399,6 +401,7 @@ def test_whitened_steps_against_numpy(stage, in_numpy):
                 np.testing.assert_allclose(updates["one"], expected[step], rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [scale_by_soap, scale_by_kl_shampoo])
 @pytest.mark.parametrize("scale", [1e-12, 1e-5, 1e5])
 def test_whitened_steps_do_not_depend_on_the_scale_of_gradients(stage, scale):

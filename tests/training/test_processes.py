@@ -161,6 +161,7 @@ def test_a_failed_exchange_points_to_the_other_processes(error, hint, monkeypatc
         raise error
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("second", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_one_signal_is_noted_and_the_second_ends_the_process(second):
     code = f"""

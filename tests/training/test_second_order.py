@@ -82,6 +82,7 @@ def test_every_mechanism_learns_and_resumes_with_the_same_bits(
     assert telemetry["kfac/iterations/head"] == run.settings.optimizer.kfac.iterations
 
 
+@pytest.mark.slow
 def test_a_state_without_residuals_and_with_narrow_inverses_is_saved(tiny_config, tmp_path):
     own = {"step": "rms", "iterations": 0, "product_dtype": "bfloat16"}
     fields = {f"optimizer.kfac.{name}": value for name, value in own.items()}
@@ -94,6 +95,7 @@ def test_a_state_without_residuals_and_with_narrow_inverses_is_saved(tiny_config
     jax.tree.map(np.testing.assert_array_equal, restored, state)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_refused_leaves_curvature_as_it_was(tiny_config):
     run = build_run(tiny_config("multiplicative", **FIELDS | {"optimizer.kfac.step": "rms"}))
     state, _ = train(run, run.init(), 0, 5)  # at the next step inverses are due

@@ -190,10 +190,12 @@ def multiplicative():
     return dict(zip([(1, 1, 1), *meshes], results, strict=True))
 
 
+@pytest.mark.slow
 def test_a_multiplicative_transformer_on_eight_devices_gives_the_numbers_of_one(multiplicative):
     _agree(list(multiplicative.values()), "adamw")
 
 
+@pytest.mark.slow
 def test_one_device_and_data_parallel_steps_hold_the_collectives_they_must(multiplicative):
     assert multiplicative[1, 1, 1]["collectives"] == {}
     data_parallel = multiplicative[8, 1, 1]
@@ -203,6 +205,7 @@ def test_one_device_and_data_parallel_steps_hold_the_collectives_they_must(multi
     assert 0 <= size - data_parallel["parameter_bytes"] <= 64
 
 
+@pytest.mark.slow
 def test_fully_sharded_steps_gather_parameters_and_hold_an_eighth(multiplicative):
     sharded = multiplicative[1, 8, 1]
     gathered, reduced = (sharded["collectives"][kind] for kind in ("all-gather", "all-reduce"))
@@ -217,11 +220,13 @@ def test_fully_sharded_steps_gather_parameters_and_hold_an_eighth(multiplicative
     assert sharded["argument_bytes"] < 1.15 * whole["argument_bytes"] / 8
 
 
+@pytest.mark.slow
 def test_the_state_is_donated_on_every_mesh(multiplicative):
     for result in multiplicative.values():
         assert result["donated_bytes"] >= result["state_bytes_on_first"]
 
 
+@pytest.mark.slow
 def test_tensor_parallel_steps_reduce_activations(multiplicative):
     assert multiplicative[1, 1, 2]["collectives"]["all-reduce"] > 0
     assert (

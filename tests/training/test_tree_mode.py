@@ -25,6 +25,7 @@ print(records[0].path, [row["train/loss"] for row in training.read_metrics(sys.a
 """
 
 
+@pytest.mark.slow
 @pytest.mark.unchecked
 def test_two_steps_have_the_same_losses_in_tree_mode(tmp_path):
     said = []
