@@ -116,7 +116,7 @@ def test_options_of_a_sixth_score_are_fields_of_a_configuration(registered):
     config.model.score_options.update(power=3, gradient="full")
     model = vit(read(RunSettings, config).model, load_source("digits", "eval"))
     options = [dict(block.attention.settings.score_options) for block in model.blocks]
-    assert options == [{"gradient": "full"}, {"power": 3}]
+    assert options == [{"gradient": "full", "bits": None}, {"power": 3}]
     # A configuration from before, such as that of a baseline, is read as ever.
     assert read(RunSettings, before).model.attention.score_options.power == 1
 
@@ -230,9 +230,8 @@ def test_unknown_names_and_options():
         ValueError, match=r"expected a score among adder, .*got 'addre'; did you mean 'adder'"
     ):
         attention.get_score("addre")
-    with pytest.raises(
-        ValueError, match=r"the adder score expects options from \('gradient',\), got 'hidden_dim'"
-    ):
+    known = r"the adder score expects options from \('gradient', 'bits'\), got 'hidden_dim'"
+    with pytest.raises(ValueError, match=known):
         attention.MultiHeadAttention(
             2, 8, score="adder", score_options={"hidden_dim": 4}, rngs=nnx.Rngs(0)
         )
