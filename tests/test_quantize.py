@@ -134,6 +134,6 @@ def test_flags_that_do_not_go_together_are_refused(run_main, workdir):
         (["--mode=train"], "expected --weights with --mode=quantize or eval or predict or export"),
     ):
         done = run_main(f"--workdir={workdir}", "--weights=int8", *flags)
-        assert done.returncode == 1
+        assert done.returncode == 2
         assert message in done.stderr
         assert "Traceback" not in done.stderr
