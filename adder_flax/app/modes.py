@@ -317,9 +317,9 @@ def quantize(config: Any, workdir: str | Path, checkpoint: str, weights: str) ->
     with training.user_errors():
         few = quantized.quantize_model(model, *run.task.inputs(examples), bits=bits)
     evaluator = training.Evaluator(run)
-    scores = {"float32": evaluator(params), weights: evaluator.score(few)}
+    scores = {"checkpoint": evaluator(params), weights: evaluator.score(few)}
     inputs = run.task.example().inputs
-    counted = {"float32": model, weights: few}
+    counted = {"checkpoint": model, weights: few}
     joules = {
         name: counting.energy(counting.count_operations(each, *inputs)).total_arithmetic_joules
         for name, each in counted.items()
@@ -335,8 +335,9 @@ def quantize(config: Any, workdir: str | Path, checkpoint: str, weights: str) ->
     size = interop.save_integers(few, path, bits=bits, network=_network(run), notes=notes)
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     _say(
-        f"{split} {run.task.best.name} {scores[weights][best]:.4f}, {scores['float32'][best]:.4f} "
-        f"in float32; arithmetic {joules[weights] / joules['float32']:.2f} of its energy (45 nm), "
+        f"{split} {run.task.best.name} {scores[weights][best]:.4f}, "
+        f"{scores['checkpoint'][best]:.4f} before; arithmetic "
+        f"{joules[weights] / joules['checkpoint']:.2f} of its energy (45 nm), "
         f"{size / whole:.3f} of its bytes; step {notes['step']} in {path}"
     )
 

@@ -1,5 +1,5 @@
 /* A vision transformer whose adder layers and attention scores are sums of absolute differences of
- * bytes. C99 and libm, no allocation. Everything else is float.
+ * bytes. C99 and libm, no allocation.
  *
  *     cc -O2 -o classify model.c -lm
  *     ./classify model.bin < IMAGES
@@ -26,6 +26,9 @@
 #define TOKENS (PREFIX + PATCHES)
 #define PIXELS (PATCH * PATCH * CHANNELS)
 #define HEAD (WIDTH / HEADS)
+
+/* Between two sums. Where double is slow, float does: some more bytes then differ from JAX's. */
+typedef double real;
 
 /* The weights file is this struct, little-endian; every part of it takes a multiple of 4 bytes. */
 
@@ -77,36 +80,37 @@ static uint32_t distance(const uint8_t *a, const uint8_t *b, int length)
     return sum;
 }
 
-static void quantize(const float *x, uint8_t *bytes, int length, Grid grid)
+/* In float, as JAX has it. */
+static void quantize(const real *x, uint8_t *bytes, int length, Grid grid)
 {
     const float inverse = 1 / grid.step;
     for (int k = 0; k < length; k++) {
-        float steps = rintf((x[k] - grid.lowest) * inverse);
+        float steps = rintf(((float)x[k] - grid.lowest) * inverse);
         bytes[k] = (uint8_t)(steps > LEVELS ? LEVELS : steps > 0 ? steps : 0);
     }
 }
 
-static void normalize(float *x, const float *scale, const float *bias, int length, double epsilon)
+static void normalize(real *x, const float *scale, const float *bias, int length, real epsilon)
 {
-    double mean = 0, variance = 0;
+    real mean = 0, variance = 0;
     for (int k = 0; k < length; k++)
         mean += x[k];
     mean /= length;
     for (int k = 0; k < length; k++)
         variance += (x[k] - mean) * (x[k] - mean);
-    double factor = 1 / sqrt(variance / length + epsilon);
+    real factor = 1 / sqrt(variance / length + epsilon);
     for (int k = 0; k < length; k++)
-        x[k] = (float)((x[k] - mean) * factor) * scale[k] + bias[k];
+        x[k] = (x[k] - mean) * factor * scale[k] + bias[k];
 }
 
 /* One row of an adder layer and the LayerNorm behind it. */
-static void adder(const float *x, float *y, int inputs, int outputs, Grid grid, const float *excess,
+static void adder(const real *x, real *y, int inputs, int outputs, Grid grid, const float *excess,
                   const float *scale, const float *bias, const uint8_t *weight)
 {
     static uint8_t bytes[WIDTH > HIDDEN ? WIDTH : HIDDEN];
     quantize(x, bytes, inputs, grid);
     for (int o = 0; o < outputs; o++)
-        y[o] = -((float)distance(bytes, weight + o * inputs, inputs) * grid.step + excess[o]);
+        y[o] = -((real)distance(bytes, weight + o * inputs, inputs) * grid.step + excess[o]);
     normalize(y, scale, bias, outputs, ADDER_EPSILON);
 }
 
@@ -115,37 +119,37 @@ static void adder(const float *x, float *y, int inputs, int outputs, Grid grid, 
           (layer).weight)
 
 /* y[i] = sum over j of softmax_j(factor * score(q[i], k[j])) v[j], and v[i] where IDENTITY. */
-static void attend(float query[TOKENS][WIDTH], float key[TOKENS][WIDTH], float value[TOKENS][WIDTH],
-                   float output[TOKENS][WIDTH], const Block *block)
+static void attend(real query[TOKENS][WIDTH], real key[TOKENS][WIDTH], real value[TOKENS][WIDTH],
+                   real output[TOKENS][WIDTH], const Block *block)
 {
     static uint8_t queries[TOKENS][HEAD], keys[TOKENS][HEAD];
-    static float excess[TOKENS], weight[TOKENS];
+    static real excess[TOKENS], weight[TOKENS];
     for (int head = 0; head < HEADS; head++) {
         const int first = head * HEAD;
         const Grid grid = block->score[head];
-        const float highest = grid.lowest + grid.step * LEVELS;
+        const real highest = grid.lowest + grid.step * LEVELS;
         for (int i = 0; i < TOKENS; i++) {
             quantize(query[i] + first, queries[i], HEAD, grid);
             quantize(key[i] + first, keys[i], HEAD, grid);
             excess[i] = 0;
             for (int c = first; c < first + HEAD; c++) {
-                float k = key[i][c];
+                real k = key[i][c];
                 excess[i] += k > highest ? k - highest : k < grid.lowest ? grid.lowest - k : 0;
             }
         }
         for (int i = 0; i < TOKENS; i++) {
-            float largest = -INFINITY, sum = 0;
+            real largest = -INFINITY, sum = 0;
             for (int j = 0; j < TOKENS; j++) {
-                float far = (float)distance(queries[i], keys[j], HEAD) * grid.step + excess[j];
+                real far = (real)distance(queries[i], keys[j], HEAD) * grid.step + excess[j];
                 weight[j] = -far * block->score_factor[head];
                 largest = weight[j] > largest ? weight[j] : largest;
             }
             for (int j = 0; j < TOKENS; j++) {
-                weight[j] = expf(weight[j] - largest);
+                weight[j] = exp(weight[j] - largest);
                 sum += weight[j];
             }
             for (int c = first; c < first + HEAD; c++) {
-                float mixed = 0;
+                real mixed = 0;
                 for (int j = 0; j < TOKENS; j++)
                     mixed += weight[j] * value[j][c];
                 output[i][c] = mixed / sum + (IDENTITY ? value[i][c] : 0);
@@ -154,10 +158,10 @@ static void attend(float query[TOKENS][WIDTH], float key[TOKENS][WIDTH], float v
     }
 }
 
-static void apply_block(float token[TOKENS][WIDTH], const Block *block)
+static void apply_block(real token[TOKENS][WIDTH], const Block *block)
 {
-    static float query[TOKENS][WIDTH], key[TOKENS][WIDTH], value[TOKENS][WIDTH];
-    static float mixed[TOKENS][WIDTH], row[WIDTH], hidden[HIDDEN];
+    static real query[TOKENS][WIDTH], key[TOKENS][WIDTH], value[TOKENS][WIDTH];
+    static real mixed[TOKENS][WIDTH], row[WIDTH], hidden[HIDDEN];
     for (int i = 0; i < TOKENS; i++) {
         memcpy(row, token[i], sizeof row);
         normalize(row, block->norm1.scale, block->norm1.bias, WIDTH, EPSILON);
@@ -174,25 +178,27 @@ static void apply_block(float token[TOKENS][WIDTH], const Block *block)
         normalize(row, block->norm2.scale, block->norm2.bias, WIDTH, EPSILON);
         ADDER(block->fc1, row, hidden, WIDTH, HIDDEN);
         for (int c = 0; c < HIDDEN; c++) /* GELU */
-            hidden[c] = hidden[c] * (1 + erff(hidden[c] * 0.70710678f)) / 2;
+            hidden[c] = hidden[c] * (1 + erf(hidden[c] * sqrt(0.5))) / 2;
         ADDER(block->fc2, hidden, row, HIDDEN, WIDTH);
         for (int c = 0; c < WIDTH; c++)
             token[i][c] += row[c];
     }
 }
 
-static void embed(const uint8_t *image, float token[TOKENS][WIDTH])
+static void embed(const uint8_t *image, real token[TOKENS][WIDTH])
 {
-    if (PREFIX)
-        memcpy(token, model.prefix, sizeof model.prefix);
+    for (int i = 0; i < PREFIX; i++)
+        for (int c = 0; c < WIDTH; c++)
+            token[i][c] = model.prefix[i][c];
     for (int patch = 0; patch < PATCHES; patch++) {
-        float *row = token[PREFIX + patch];
+        real *row = token[PREFIX + patch];
         const int top = patch / GRID_COLUMNS * PATCH, left = patch % GRID_COLUMNS * PATCH;
-        memcpy(row, model.patch_bias, sizeof model.patch_bias);
+        for (int c = 0; c < WIDTH; c++)
+            row[c] = model.patch_bias[c];
         for (int pixel = 0; pixel < PIXELS; pixel++) {
             const int channel = pixel % CHANNELS, place = pixel / CHANNELS;
             const int y = top + place / PATCH, x = left + place % PATCH;
-            float shown = (float)image[(y * COLUMNS + x) * CHANNELS + channel] / 255;
+            real shown = (real)image[(y * COLUMNS + x) * CHANNELS + channel] / 255;
             shown = (shown - model.mean[channel]) / model.deviation[channel];
             for (int c = 0; c < WIDTH; c++)
                 row[c] += shown * model.patch[pixel][c];
@@ -203,9 +209,9 @@ static void embed(const uint8_t *image, float token[TOKENS][WIDTH])
             token[i][c] += model.position[i][c];
 }
 
-static void classify(const uint8_t *image, float logits[CLASSES])
+static void classify(const uint8_t *image, real logits[CLASSES])
 {
-    static float token[TOKENS][WIDTH], pooled[WIDTH];
+    static real token[TOKENS][WIDTH], pooled[WIDTH];
     embed(image, token);
     for (int number = 0; number < DEPTH; number++)
         apply_block(token, &model.block[number]);
@@ -219,10 +225,11 @@ static void classify(const uint8_t *image, float logits[CLASSES])
     }
     if (FC_NORM)
         normalize(pooled, model.norm.scale, model.norm.bias, WIDTH, EPSILON);
-    memcpy(logits, model.head_bias, sizeof model.head_bias);
-    for (int c = 0; c < WIDTH; c++)
-        for (int class = 0; class < CLASSES; class++)
+    for (int class = 0; class < CLASSES; class++) {
+        logits[class] = model.head_bias[class];
+        for (int c = 0; c < WIDTH; c++)
             logits[class] += pooled[c] * model.head[c][class];
+    }
 }
 
 /* CRC-32 of all that lies behind the checksum. */
@@ -260,7 +267,7 @@ static const char *load(const char *path)
 int main(int count, char **arguments)
 {
     static uint8_t image[ROWS * COLUMNS * CHANNELS];
-    static float logits[CLASSES];
+    static real logits[CLASSES];
     if (count != 2) {
         fprintf(stderr, "expected one weights file and images on the standard input\n");
         return 2;
@@ -278,7 +285,7 @@ int main(int count, char **arguments)
             best = logits[class] > logits[best] ? class : best;
         printf("%d", best);
         for (int class = 0; class < CLASSES; class++)
-            printf(" %.9g", logits[class]);
+            printf(" %.9g", (double)logits[class]);
         printf("\n");
     }
     if (got) {

@@ -24,7 +24,14 @@ from adder_flax.ops._functions import (
 )
 from adder_flax.ops._fused import fused_attention, preferred_key_block
 from adder_flax.ops._primitive import byte_terms, formula
-from adder_flax.ops._sad import SadWeights, round_alike, sad_matmul, sad_pack, sad_scores
+from adder_flax.ops._sad import (
+    SadWeights,
+    round_alike,
+    sad_matmul,
+    sad_pack,
+    sad_scores,
+    shared_grid,
+)
 
 __all__ = [
     "Backend",
@@ -50,6 +57,7 @@ __all__ = [
     "sad_pack",
     "sad_scores",
     "set_backend",
+    "shared_grid",
     "use_backend",
     "use_backend_for",
 ]

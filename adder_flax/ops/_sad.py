@@ -134,14 +134,34 @@ def sad_scores(
     return keep_explicit_axes(scores, [query, key], axes, result_axes(query, key))
 
 
+def shared_grid(
+    a: Float[ArrayLike, "*a"], b: Float[ArrayLike, "*b"], *, bits: int
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Returns the least of 2^bits numbers for two arrays to be rounded to, and the step between.
+
+    They reach as far as both arrays do, three deviations from the mean at most.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from adder_flax import ops
+      >>> lowest, step = ops.shared_grid(jnp.array([0.0, 3.0]), jnp.array([-1.0, 7.0]), bits=2)
+      >>> float(lowest), float(step)
+      (0.0, 1.0)
+    """
+    ends = [_reach(array.astype(jnp.float32)) for array in as_floating(a=a, b=b)]
+    lowest, highest = jnp.maximum(ends[0][0], ends[1][0]), jnp.minimum(ends[0][1], ends[1][1])
+    return lowest, jnp.maximum(highest - lowest, jnp.finfo(jnp.float32).tiny * 2**bits) / (
+        2**bits - 1
+    )
+
+
 def round_alike(
     a: Float[ArrayLike, "*a"], b: Float[ArrayLike, "*b"], *, bits: int
 ) -> tuple[Float[Array, "*a"], Float[Array, "*b"]]:
-    """Rounds two arrays to one grid of 2^bits numbers, with the derivative of no rounding.
+    """Rounds two arrays to their `shared_grid`, with the derivative of no rounding.
 
     So that what will take sums of |a - b| in few bits learns with them: straight through (Bengio et
-    al., 2013, https://arxiv.org/abs/1308.3432). The grid is one of the whole arrays. It reaches as
-    far as both do, three deviations from the mean at most. Numbers beyond it stay as they are, as
+    al., 2013, https://arxiv.org/abs/1308.3432). Numbers beyond the grid stay as they are, as
     clamping them would take from all sums the same.
 
     Args:
@@ -156,9 +176,8 @@ def round_alike(
       ([0.0, 1.0, 3.0], [0.0, 2.0, 7.0])
     """
     a, b = as_floating(a=a, b=b)
-    ends = [_reach(array.astype(jnp.float32)) for array in (a, b)]
-    lowest, highest = jnp.maximum(ends[0][0], ends[1][0]), jnp.minimum(ends[0][1], ends[1][1])
-    step = jnp.maximum(highest - lowest, jnp.finfo(jnp.float32).tiny * 2**bits) / (2**bits - 1)
+    lowest, step = shared_grid(a, b, bits=bits)
+    highest = lowest + step * (2**bits - 1)
 
     def rounded(array):
         wide = jax.lax.stop_gradient(array.astype(jnp.float32))

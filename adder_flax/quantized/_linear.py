@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, UInt8
 
-from adder_flax import layers
+from adder_flax import layers, ops
 from adder_flax.quantized._adder import (
     AdderWeights,
+    Grid,
     adder_linear,
     calibrate,
     quantize,
@@ -50,6 +51,7 @@ class AdderLinear(nnx.Module):
         cls,
         layer: layers.AdderLinear,
         inputs: Float[ArrayLike, "*batch in_features"],
+        bits: int = 8,
         **options: Any,
     ) -> "AdderLinear":
         """Returns a trained layer in few bits; what stands behind its sums stays as it is.
@@ -57,7 +59,9 @@ class AdderLinear(nnx.Module):
         Args:
           layer: which is not changed.
           inputs: what it is called with on some training examples, for `calibrate`.
-          **options: of `calibrate`, such as `bits`.
+          bits: of its grid. A layer that was trained with as many keeps the grid that it has for
+            these inputs.
+          **options: of `calibrate`.
 
         Raises:
           ValueError: the layer sums squares, or as `calibrate` says.
@@ -68,7 +72,10 @@ class AdderLinear(nnx.Module):
                 f"{layer.squared_share}; call set_squared_share(0.0) and train it so"
             )
         kernel = layer.kernel[...]
-        grid = calibrate(inputs, kernel, **options)
+        if layer.bits == bits:
+            grid = Grid(*ops.shared_grid(inputs, kernel, bits=bits), bits)
+        else:
+            grid = calibrate(inputs, kernel, bits=bits, **options)
         return cls.of_weights(layer, quantize_weights(kernel, grid))
 
     @classmethod

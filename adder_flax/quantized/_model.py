@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adder_flax import attention, layers, recorder
+from adder_flax import attention, layers, ops, recorder
 from adder_flax.attention import MultiHeadAttention, SequenceAttention
 from adder_flax.quantized._adder import Grid, quantize_weights
 from adder_flax.quantized._linear import AdderLinear
@@ -23,8 +23,8 @@ def quantize_model(model: nnx.Module, *inputs: Any, bits: int = 8) -> nnx.Module
     """Returns a trained model whose adder layers and adder scores are sums of integers.
 
     Each layer, and each head's scores, gets a grid of its own, by what reaches it from `inputs`:
-    see `calibrate` and `calibrate_scores`. What is neither stays as it is: patch embedding, norms,
-    softmax, the product of map and values, heads.
+    see `calibrate` and `calibrate_scores`; what learned with as many bits keeps its grid. What is
+    neither stays as it is: patch embedding, norms, softmax, the product of map and values, heads.
 
     Args:
       model: of `layers.AdderLinear` and attention with adder scores, in some places or all; it is
@@ -60,8 +60,11 @@ def quantize_model(model: nnx.Module, *inputs: Any, bits: int = 8) -> nnx.Module
         rows = np.asarray(at(path)["rows"], np.float32).reshape(-1, layer.in_features)
         return AdderLinear.from_layer(layer, rows[:: 1 + len(rows) // _MOST_ROWS], bits=bits)
 
-    def grid_of(path: str, _: int) -> Grid:
+    def grid_of(path: str, module: Any) -> Grid:
         heads = [np.asarray(at(path)[name], np.float32) for name in ("query", "key")]
+        if module.settings.score_options["bits"] == bits:
+            ends = ops.shared_grid(*heads, bits=bits)
+            return Grid(*(jnp.full(_key_heads(module), end) for end in ends), bits)
         heads = [array.reshape(-1, *array.shape[-3:]) for array in heads]
         pairs = heads[0].shape[-2] * heads[1].shape[-2]
         return calibrate_scores(*(array[: 1 + _MOST_PAIRS // pairs] for array in heads), bits=bits)
@@ -77,7 +80,8 @@ def empty_like(model: nnx.Module, bits: int) -> tuple[nnx.GraphDef, nnx.State]:
         grid = Grid(jnp.zeros(()), jnp.ones(()), bits)
         return AdderLinear.of_weights(layer, quantize_weights(layer.kernel[...], grid))
 
-    def grid_of(_: str, heads: int) -> Grid:
+    def grid_of(_: str, module: Any) -> Grid:
+        heads = _key_heads(module)
         return Grid(jnp.zeros(heads), jnp.ones(heads), bits)
 
     return jax.eval_shape(
@@ -88,7 +92,7 @@ def empty_like(model: nnx.Module, bits: int) -> tuple[nnx.GraphDef, nnx.State]:
 def _exchange(
     model: nnx.Module,
     layer_of: Callable[[str, layers.AdderLinear], AdderLinear],
-    grid_of: Callable[[str, int], Grid],
+    grid_of: Callable[[str, Any], Grid],
 ) -> nnx.Module:
     model = nnx.clone(model)
     modules: dict[Any, Any] = dict(nnx.iter_modules(model))
@@ -100,7 +104,7 @@ def _exchange(
                 return layer_of(name, module)
             _put(modules[path[:-1]], path[-1], layer_of(name, module))
         elif _has_adder_scores(module):
-            _put_score(module, grid_of(name, getattr(module, "num_kv_heads", 1)))
+            _put_score(module, grid_of(name, module))
         else:
             continue
         exchanged = True
@@ -123,6 +127,10 @@ def _has_adder_scores(module: Any) -> bool:
     if not isinstance(module, MultiHeadAttention | SequenceAttention):
         return False
     return attention.get_score(module.settings.score).name == "adder"
+
+
+def _key_heads(module: MultiHeadAttention | SequenceAttention) -> int:
+    return module.num_kv_heads if isinstance(module, MultiHeadAttention) else 1
 
 
 def _put_score(module: MultiHeadAttention | SequenceAttention, grid: Grid) -> None:

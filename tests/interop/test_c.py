@@ -1,10 +1,12 @@
-"""A network in few bits as C99, compiled strictly and run: JAX's integers, classes and logits."""
+"""A network in few bits as C99, compiled strictly and run: JAX's integers and classes, and the
+logits of the formulas in float64."""
 
 import shutil
 import subprocess
 
 import numpy as np
 import pytest
+import scipy.special
 from flax import nnx
 
 from adder_flax import interop, ops, quantized
@@ -21,8 +23,8 @@ MEAN, STD = (0.4,), (0.3,)
 IMAGES = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 1), np.uint8)
 
 
-def normalised(images):
-    return (images.astype(np.float32) / 255 - np.float32(MEAN)) / np.float32(STD)
+def normalised(images, dtype=np.float32):
+    return (images.astype(dtype) / 255 - np.float32(MEAN)) / np.float32(STD)
 
 
 def write(folder, bits=8, **options):
@@ -30,7 +32,75 @@ def write(folder, bits=8, **options):
     images = normalised(IMAGES if model.image_shape[-1] == 1 else np.repeat(IMAGES, 3, -1))
     few = quantized.quantize_model(model, images, bits=bits)
     interop.save_c(few, folder, mean=MEAN, std=STD)
-    return np.asarray(few(images))
+    return few, images
+
+
+def wide(parameter):
+    return np.asarray(parameter[...] if hasattr(parameter, "set_metadata") else parameter, float)
+
+
+def norm(x, layer):
+    x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + layer.epsilon)
+    return x * wide(layer.scale) + wide(layer.bias)
+
+
+def to_bytes(x, lowest, step, bits):
+    steps = np.round((x.astype(np.float32) - np.float32(lowest)) * (1 / np.float32(step)))
+    return np.clip(steps, 0, 2**bits - 1)
+
+
+def adder(x, layer):
+    grid, columns = layer.weights.grid, np.asarray(layer.weights.packed.columns, float)
+    sums = np.abs(to_bytes(x, grid.lowest, grid.scale, grid.bits)[..., None, :] - columns).sum(-1)
+    return norm(-(sums * wide(grid.scale) + wide(layer.weights.excess)), layer.norm)
+
+
+def attended(x, attention, bits, identity):
+    heads, width = attention.num_heads, attention.head_dim
+    split = lambda y: y.reshape(*y.shape[:-1], heads, width).swapaxes(-2, -3)
+    query, key, value = (
+        split(adder(x, layer)) for layer in (attention.query, attention.key, attention.value)
+    )
+    lowest, step = (wide(attention.score[n])[:, None, None] for n in ("lowest", "step"))
+    query_bytes, key_bytes = (to_bytes(y, lowest, step, bits) for y in (query, key))
+    sums = np.abs(query_bytes[..., :, None, :] - key_bytes[..., None, :, :]).sum(-1)
+    beyond = np.abs(key - np.clip(key, lowest, lowest + step * (2**bits - 1))).sum(-1)
+    factor = np.full(heads, width**-0.5)
+    if attention.log_temperature is not None:
+        factor = factor * np.exp(-wide(attention.log_temperature))
+    scores = -(sums * step + beyond[..., None, :]) * np.float32(factor)[:, None, None]
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    mixed = weights / weights.sum(-1, keepdims=True) @ value + identity * value
+    return adder(mixed.swapaxes(-2, -3).reshape(x.shape), attention.out)
+
+
+def logits_in_float64(model, images, bits=8, identity=True, **_):
+    """The network in few bits by NumPy; only rounding to bytes is in float32, as it is defined."""
+    images, (rows, columns) = images.astype(float), model.grid
+    side = images.shape[1] // rows
+    patches = images.reshape(len(images), rows, side, columns, side, -1).swapaxes(2, 3)
+    patches = patches.reshape(len(images), rows * columns, -1) @ wide(model.patch_embed.proj.kernel)
+    front = [wide(token) for token in (model.cls_token, model.reg_token) if token is not None]
+    front = [np.broadcast_to(token, (len(images), *token.shape[1:])) for token in front]
+    tokens = np.concatenate([*front, patches + wide(model.patch_embed.proj.bias)], axis=1)
+    tokens = tokens + wide(model.pos_embed)
+    for block in model.blocks:
+        added = attended(norm(tokens, block.norm1), block.attention, bits, identity)
+        scale1, scale2 = (
+            1.0 if layer.scale is None else wide(layer.scale)
+            for layer in (block.layer_scale1, block.layer_scale2)
+        )
+        tokens = tokens + added * scale1
+        hidden = adder(norm(tokens, block.norm2), block.mlp.fc1)
+        hidden = hidden * (1 + scipy.special.erf(hidden / np.sqrt(2))) / 2
+        tokens = tokens + adder(hidden, block.mlp.fc2) * scale2
+    tokens = tokens if model.norm is None else norm(tokens, model.norm)
+    pooled = tokens[:, 0]
+    if model.pooling == "mean":
+        pooled = tokens[:, model.prefix_tokens :].mean(1)
+    pooled = pooled if model.fc_norm is None else norm(pooled, model.fc_norm)
+    return pooled @ wide(model.head.kernel) + wide(model.head.bias)
 
 
 def build(folder, *options):
@@ -53,16 +123,19 @@ def classify(folder, images, **options):
     ],
     ids=["plain", "four bits", "colours"],
 )
-def test_it_classifies_as_jax_does(options, tmp_path):
-    expected = write(tmp_path, **options)
+def test_it_computes_the_formulas_and_classifies_as_jax_does(options, tmp_path):
+    few, normal = write(tmp_path, **options)
     build(tmp_path)
     images = IMAGES if options.get("channels", 1) == 1 else np.repeat(IMAGES, 3, -1)
     done = classify(tmp_path, images)
     assert done.returncode == 0, done.stderr
     rows = np.array([line.split() for line in done.stdout.decode().splitlines()], float)
+    exact = normalised(images, float)
+    np.testing.assert_allclose(rows[:, 1:], logits_in_float64(few, exact, **options), atol=1e-6)
+    expected = np.asarray(few(normal))
     np.testing.assert_array_equal(rows[:, 0], expected.argmax(-1))
     difference = np.abs(rows[:, 1:] - expected).max(-1)
-    # A number that lies in the middle of two bytes, to float32's rounding, may become the other.
+    # A number in the middle of two bytes, to float32's rounding, may become the other in JAX.
     assert np.mean(difference < 1e-5) > 0.8
     assert difference.max() < 0.02
 

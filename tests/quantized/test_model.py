@@ -116,6 +116,17 @@ def test_grouped_heads_and_other_models():
     assert error(quantized.quantize_model(speller, *words), speller, *words) < 0.05
 
 
+def test_what_learned_in_few_bits_keeps_its_grid():
+    """The rounded network and the one of integers agree closer than either with the float one."""
+    learned = dict(adder_options={"bits": 3}, score_options={"bits": 3})
+    rounded, model = transformer(**learned), transformer()
+    few = quantized.quantize_model(rounded, images(), bits=3)
+    assert error(few, rounded, images()) < 0.3 * error(rounded, model, images())
+    assert np.ptp(few.blocks[0].attention.score["step"][...]) == 0
+    again = quantized.quantize_model(rounded, images(), bits=8)
+    assert error(again, model, images()) < error(few, model, images())
+
+
 def test_what_is_refused_says_why():
     with pytest.raises(ValueError, match="adder layers or adder scores, got one without"):
         quantized.quantize_model(VisionTransformer(**SIZES, rngs=nnx.Rngs(0)), images())
