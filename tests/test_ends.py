@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from adder_flax.app.ends import fitted
 from tests.processes import ROOT
 
 _PREPARE = "from adder_flax.app import ends\nends.prepare_output()\n"
@@ -99,3 +100,12 @@ print(os.environ["GLIBC_TUNABLES"])"""
     assert (first, wish) == (again, "glibc.malloc.hugetlb=1")
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
     assert len(run(code).stdout.splitlines()) == 2
+
+
+def test_lines_fit_a_terminal_and_lose_no_word():
+    text = "a\n" + "word " * 30 + "--config.optimizer.learning_rate=1e-3\n| table |"
+    lines = fitted(text, terminal=True).split("\n")
+    assert max(map(len, lines)) <= 80
+    assert " ".join(lines).split() == text.split()
+    assert (lines[0], lines[-1]) == ("a", "| table |")
+    assert fitted(text, terminal=False) == text

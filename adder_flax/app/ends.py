@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -51,11 +52,21 @@ def messages() -> Iterator[None]:
         _leave(1)
 
 
+def fitted(text: str, *, terminal: bool) -> str:
+    """Returns a text whose lines fit 80 columns on a terminal; programs get it as it is."""
+    if not terminal:
+        return text
+    wrapper = textwrap.TextWrapper(80, subsequent_indent="  ")
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    lines = (wrapper.fill(line) if len(line) > 80 else line for line in text.split("\n"))
+    return "\n".join(lines)
+
+
 def _end(message: str, code: int, error: BaseException | None = None) -> None:
     if error is not None and logging.getLogger("absl").isEnabledFor(logging.DEBUG):
         traceback.print_exception(error)
     fit = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in message.strip())
-    print(f"error: {fit}", file=sys.stderr)
+    print(fitted(f"error: {fit}", terminal=sys.stderr.isatty()), file=sys.stderr)
     _leave(code)
 
 

@@ -27,6 +27,7 @@ from adder_flax import (
     training,
 )
 from adder_flax import predict as predicting
+from adder_flax.app.ends import fitted
 from adder_flax.errors import first_line
 
 
@@ -142,7 +143,7 @@ def _whole_state(run: training.Run, workdir: str | Path, checkpoint: str) -> tup
 
 def _say(text: str) -> None:
     if jax.process_index() == 0:
-        print(text, flush=True)
+        print(fitted(text, terminal=sys.stdout.isatty()), flush=True)
 
 
 def _overview(run: training.Run, workdir: Path) -> str:

@@ -135,10 +135,14 @@ def draw_forest(
 def _reach(lines: Sequence[Line]) -> float:
     """How far from zero there is something to see: an arm that fails is shown by an arrow."""
     found = [line for line in lines if line.mean is not None and math.isfinite(line.mean)]
-    ends = [max(abs(x or 0.0) for x in line[1:4] if math.isfinite(x or 0.0)) for line in found]
+    ends = [max(abs(x) for x in _numbers(line) if math.isfinite(x)) for line in found]
     middle = float(np.median(ends or [0.0])) or max(ends, default=0.0)
     near = (end for line, end in zip(found, ends, strict=True) if _near(line, middle))
     return max(near, default=0.0) or 1.0
+
+
+def _numbers(line: Line) -> tuple[float, float, float]:
+    return line.mean or 0.0, line.low, line.high
 
 
 def _near(line: Line, middle: float) -> bool:
