@@ -139,7 +139,6 @@ def test_masks_of_the_classical_forms_say_how_they_go_in():
 # --- Infinite biases -----------------------------------------------------------------------------
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("key_block", [None, 2])
 @pytest.mark.parametrize("masked", [False, True])
 def test_minus_infinity_in_a_bias_masks_beside_a_mask(key_block, masked):
