@@ -250,7 +250,6 @@ def test_deviations_that_are_none_are_refused(tmp_path):
             interop.read_statistics(tmp_path / "w")
 
 
-@pytest.mark.slow
 def test_a_run_keeps_the_mean_of_its_weights_to_the_end_and_in_what_it_exports(tmp_path, capsys):
     config = common.deit("multiplicative", "tiny")
     config.update_from_flattened_dict(TINY | {"num_epochs": 0.05})
@@ -451,7 +450,6 @@ TIMM_SCALES = {
 }
 
 
-@pytest.mark.slow
 def test_rates_fall_towards_the_images_as_in_timm():
     plain, decayed = updates_of(), updates_of(layer_decay=0.5)
     for name, scale in TIMM_SCALES.items():
