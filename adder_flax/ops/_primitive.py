@@ -110,7 +110,9 @@ def byte_terms(equation: JaxprEqn) -> int | None:
     """
     if equation.primitive is not _pairs or equation.params["method"] != "sad":
         return None
-    return math.prod(equation.outvars[0].aval.shape) * equation.invars[0].aval.shape[-1]
+    sums: Any = equation.outvars[0].aval
+    rows: Any = equation.invars[0].aval
+    return math.prod(sums.shape) * rows.shape[-1]
 
 
 @functools.cache
