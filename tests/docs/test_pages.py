@@ -25,6 +25,7 @@ PAGES = [
     ROOT / "README.md",
     DOCS / "index.md",
     DOCS / "layers.md",
+    DOCS / "eight_bits.md",
     *sorted((DOCS / "borrow").glob("*.md")),
     *sorted((DOCS / "attention").glob("*.md")),
     *sorted((DOCS / "extend").glob("*.md")),
