@@ -6,6 +6,8 @@ Commands:
     python main.py --mode=export --workdir=runs/adder_deit_tiny
     python main.py --config=experiments/heal_int4.py
     python main.py --mode=quantize --weights=int4 --workdir=runs/heal_int4
+Measured: digits, seed 0: test accuracy 0.9778 in four bits, which the network has without as well
+(0.9833 in float32); with four blocks of width 96 0.9556 for 0.9472 (0.9667).
 """
 
 import ml_collections

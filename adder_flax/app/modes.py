@@ -351,7 +351,7 @@ def export_c(config: Any, workdir: str | Path, weights: str) -> None:
     facts, folder = run.task.data_facts, Path(workdir) / "c"
     with training.user_errors():
         interop.save_c(model, folder, mean=facts.mean, std=facts.std)
-    _say(f"{origin} at {folder}: cc -O2 -o classify model.c -lm; ./classify model.bin < IMAGES")
+    _say(f"{origin} at {folder}: cc -O3 -o classify model.c -lm; ./classify model.bin < IMAGES")
 
 
 def _in_few_bits(run: training.Run, workdir: str | Path, weights: str) -> tuple[nnx.Module, str]:

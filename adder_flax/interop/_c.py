@@ -19,7 +19,7 @@ def save_c(
 ) -> None:
     """Writes `model.c`, C99 that needs libm alone, and `model.bin`, its weights, into a folder.
 
-    `cc -O2 -o classify model.c -lm` makes a command of it; the file says how to use it. From the
+    `cc -O3 -o classify model.c -lm` makes a command of it; the file says how to use it. From the
     same bytes its integer sums are those of JAX. Between them it computes in double: where JAX's
     rounding to float32 makes a byte of an activation the next one, logits differ by some hundredth.
 

@@ -62,9 +62,11 @@ def quantize_model(model: nnx.Module, *inputs: Any, bits: int = 8) -> nnx.Module
 
     def grid_of(path: str, module: Any) -> Grid:
         heads = [np.asarray(at(path)[name], np.float32) for name in ("query", "key")]
-        if module.settings.score_options["bits"] == bits:
-            ends = ops.shared_grid(*heads, bits=bits)
-            return Grid(*(jnp.full(_key_heads(module), end) for end in ends), bits)
+        if module.settings.score_options.get("bits") == bits:
+            lowest, step = (
+                jnp.full(_key_heads(module), end) for end in ops.shared_grid(*heads, bits=bits)
+            )
+            return Grid(lowest, step, bits)
         heads = [array.reshape(-1, *array.shape[-3:]) for array in heads]
         pairs = heads[0].shape[-2] * heads[1].shape[-2]
         return calibrate_scores(*(array[: 1 + _MOST_PAIRS // pairs] for array in heads), bits=bits)

@@ -26,6 +26,7 @@ PAGES = [
     DOCS / "index.md",
     DOCS / "layers.md",
     DOCS / "cg_fac.md",
+    DOCS / "eight_bits.md",
     *sorted((DOCS / "borrow").glob("*.md")),
     *sorted((DOCS / "attention").glob("*.md")),
     *sorted((DOCS / "extend").glob("*.md")),

@@ -28,7 +28,8 @@ def whole_map(
 ):
     """Attention as the formula says it."""
     logits = jnp.where(mask, score(query, key, *parameters) * scale + bias, -jnp.inf)
-    weights = jnp.exp(logits - jnp.maximum(logits.max(-1, keepdims=True), -1e9))
+    top = jax.lax.stop_gradient(jnp.maximum(logits.max(-1, keepdims=True), -1e9))
+    weights = jnp.exp(logits - top)
     weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
     return weights @ value + (value if identity else 0.0)
 
