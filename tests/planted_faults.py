@@ -37,6 +37,9 @@ class Fault(NamedTuple):
         for path in (self.file, *(test.split("::")[0] for test in self.tests)):
             if not (ROOT / path).exists():
                 return f"expected {path}, which is not there; write what is there now into {TABLE}"
+        for path, _, name in (test.partition("::") for test in self.tests):
+            if name and f"def {name.split('[')[0]}(" not in (ROOT / path).read_text():
+                return f"expected {name} in {path}; write what is there now into {TABLE}"
         if (count := (ROOT / self.file).read_text().count(self.old)) != 1:
             return (
                 f"{self.file}: expected what the fault {self.effect!r} replaces once, found it "
