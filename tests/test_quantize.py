@@ -12,7 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from adder_flax import interop, quantized, training
 from adder_flax.app import modes
-from adder_flax.experiments import common
+from adder_flax.experiments import common, g2p
+from tests.data.files import write_dictionary
 from tests.test_predict import write_digits
 from tests.training.tiny import TINY
 
@@ -124,6 +125,25 @@ def test_c_is_written_of_it(workdir, capsys):
     modes.export_c(config_of(), str(workdir), "int8")
     assert "step 9 in 8 bits at" in capsys.readouterr().out
     assert sorted(path.name for path in (workdir / "c").iterdir()) == ["model.bin", "model.c"]
+
+
+@pytest.mark.slow
+def test_a_run_of_words_goes_on_in_eight_bits_too(tmp_path, capsys):
+    write_dictionary(tmp_path / "dictionary")
+    config = g2p.transduction("adder")
+    config.data.data_dir = str(tmp_path / "dictionary")
+    config.update_from_flattened_dict({"num_epochs": 0.1, "optimizer.warmup_epochs": 0.0})
+    config.update_from_flattened_dict({"batch_size": 32, "model.width": 16})
+    modes.train(config, str(tmp_path))
+    modes.quantize(config, str(tmp_path), "last", "int8")
+    capsys.readouterr()
+    modes.evaluate(config, tmp_path, "last", weights="int8")
+    found = header_of(tmp_path / "int8.safetensors")["notes"]["scores"]
+    said = scores(capsys.readouterr().out)
+    assert said["loss"] == pytest.approx(found["int8"]["eval/loss"], abs=1e-4)
+    assert said["loss"] == pytest.approx(found["checkpoint"]["eval/loss"], rel=0.01)
+    with pytest.raises(training.RunError, match="expected a vision transformer.*, got a Seq2Seq"):
+        modes.export_c(config, str(tmp_path), "int8")
 
 
 @pytest.mark.slow

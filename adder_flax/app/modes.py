@@ -314,9 +314,8 @@ def quantize(config: Any, workdir: str | Path, checkpoint: str, weights: str) ->
     state = _restore(run, workdir, checkpoint)
     params = training.fetch(training.evaluation_params(state), run.mesh)
     model, split = run.model(params), f"{run.eval_source.name}/{run.eval_source.split}"
-    examples = run.train_source.first(_CALIBRATION_EXAMPLES)
     with training.user_errors():
-        few = quantized.quantize_model(model, *run.task.inputs(examples), bits=bits)
+        few = quantized.quantize_model(model, *_calibration(run), bits=bits)
     evaluator = training.Evaluator(run)
     scores = {"checkpoint": evaluator(params), weights: evaluator.score(few)}
     inputs = run.task.example().inputs
@@ -333,7 +332,8 @@ def quantize(config: Any, workdir: str | Path, checkpoint: str, weights: str) ->
         "scores": scores,
         "arithmetic_joules": joules,
     }
-    size = interop.save_integers(few, path, bits=bits, network=_network(run), notes=notes)
+    with training.user_errors():
+        size = interop.save_integers(few, path, bits=bits, network=_network(run), notes=notes)
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     _say(
         f"{split} {run.task.best.name} {scores[weights][best]:.4f}, "
@@ -343,14 +343,24 @@ def quantize(config: Any, workdir: str | Path, checkpoint: str, weights: str) ->
     )
 
 
+def _calibration(run: training.Run) -> tuple[Any, ...]:
+    """What the model is called with on some training examples, as evaluation sees them."""
+    batch = run.train_source.first(_CALIBRATION_EXAMPLES)
+    if run.train_source.record_shapes.keys() == run.eval_source.record_shapes.keys():
+        return run.task.inputs(batch)
+    # Records that are for training alone, as words with one of their pronunciations.
+    return run.task.arguments(run.task.examples(jax.random.key(0), batch))
+
+
 def export_c(config: Any, workdir: str | Path, weights: str) -> None:
     """Writes what ``--mode=quantize`` wrote as a program in C under ``<workdir>/c``."""
     config = training.with_statistics(config, workdir)
     run = training.build_run(config, load=data.load_or_imitate, teach=False)
     model, origin = _in_few_bits(run, workdir, weights)
     facts, folder = run.task.data_facts, Path(workdir) / "c"
-    with training.user_errors():
-        interop.save_c(model, folder, mean=facts.mean, std=facts.std)
+    statistics = {name: getattr(facts, name, (0.0,)) for name in ("mean", "std")}
+    with training.user_errors():  # a model of anything but images is told there
+        interop.save_c(model, folder, **statistics)
     _say(f"{origin} at {folder}: cc -O3 -o classify model.c -lm; ./classify model.bin < IMAGES")
 
 
