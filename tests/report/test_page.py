@@ -56,7 +56,6 @@ class Page(HTMLParser):
         return [attrs for name, attrs in self.tags if name == tag]
 
 
-@pytest.mark.slow
 def test_claims_are_many_distinct_and_decided(report):
     names = [claim.name for claim in report.claims]
     assert len(names) == len(set(names)) >= 20
