@@ -49,6 +49,7 @@ def teacher_outputs(params, x, labels):
     return loss + ((logits - jax.lax.stop_gradient(apply(params, 3 * x))) ** 2).mean(), logits
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "loss_fn",
     [frozen_backbone, teacher_parameters, teacher_outputs, jax.checkpoint(teacher_outputs)],
@@ -252,7 +253,7 @@ def overridden(base):
     return Doubled
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("linen_layer", "nnx_layer"),
     [
@@ -306,6 +307,7 @@ class Gained:
         return super().__call__(x) * self.gain[...]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("base", "sizes"), [(nnx.Linear, (3, 3)), (nnx.Conv, (3, 3, (2,))), (nnx.LayerNorm, (3,))]
 )
@@ -324,7 +326,7 @@ def test_parameters_of_a_subclass_are_not_its_parents(base, sizes):
 
 
 # google-deepmind/kfac-jax#188
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("make", "cell"),
     [
@@ -353,6 +355,7 @@ class Adapted(nnx.Module):
         return self.head(jnp.tanh(self.fc(x)))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("wrt", [nnx.LoRAParam, nnx.Param])
 def test_low_rank_adapters(wrt):
     graphdef, state, rest = nnx.split(Adapted(), wrt, ...)

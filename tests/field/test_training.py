@@ -89,6 +89,7 @@ def told(found):
     return CurvatureOptimizer(init, update, layers, "mc", 1, stride)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("count", [1, 2, 8])
 @pytest.mark.parametrize("stride", [None, 1, 2])
 def test_parts_with_unequal_numbers_of_positions_are_the_whole_batch(sequences, count, stride):

@@ -114,6 +114,7 @@ def classify(folder, images, **options):
     return subprocess.run(command, input=images.tobytes(), capture_output=True, **options)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -190,6 +191,7 @@ def test_damaged_weights_and_half_an_image_are_one_message(tmp_path):
     assert done.stderr == b"expected images of 64 bytes, got 36 at the end\n"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "options",
     [dict(score="dot"), dict(mlp_linear="dense"), dict(stem_channels=(4,)), dict(distilled=True)],

@@ -202,6 +202,7 @@ def test_kron_of_a_norm_pairs_all_inputs_with_all_cotangents(roles):
     np.testing.assert_allclose(found[-1][0], by_example.T @ by_example / 5, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("layer", "params"),
     [
@@ -363,7 +364,7 @@ def test_an_adder_layer_that_is_called_wants_its_distances():
         kfac.tap(layer, params, jnp.ones((4, 3)), path="")
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("iterations", [0, 2])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("layer", [kfac.Dense(), L1_FULL])

@@ -75,7 +75,7 @@ def jitted_in_vmap(params, x, labels):
     )
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "loss_fn",
     [
@@ -205,6 +205,7 @@ def test_enumeration_is_the_gauss_newton_matrix(likelihood):
     np.testing.assert_allclose(block, gauss_newton(LOSSES[likelihood]), rtol=1e-11, atol=1e-15)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "likelihood",
     [

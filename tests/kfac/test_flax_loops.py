@@ -64,6 +64,7 @@ def normalized_linen(training):
     return apply, variables["params"]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("make", [normalized_nnx, normalized_linen])

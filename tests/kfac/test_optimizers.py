@@ -347,6 +347,7 @@ def test_an_rms_step_has_the_root_mean_square_that_was_asked_for():
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(velocity))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("step", ["rms", "share"])
 def test_the_inverses_alone_are_k_facs_step_as_old_as_their_interval_has_them(step):
     """Averages, inverses and directions in float64 NumPy; Martens & Grosse (2015), section 6.3."""
@@ -862,6 +863,7 @@ def test_curvature_in_a_pass_of_its_own_is_that_of_the_gradients_pass(loss_fn, o
     close(*ends, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
 @pytest.mark.parametrize(
     ("make", "step"), [(kfac.kfac, "rms"), (kfac.kfac, "clip"), (kfac.cg_fac, "clip")]

@@ -41,6 +41,7 @@ def instructions(depth):
     return program(*[4] * (depth + 1)).count(" = ")
 
 
+@pytest.mark.slow
 def test_it_grows_with_the_layers_and_not_with_their_square():
     # Four times as many layers: four times as many, where whether all gradients are finite is asked
     # once; sixteen times, where each of their loops asks it again.

@@ -71,6 +71,7 @@ def probe_of(i, name, curvature, params):
     return np.concatenate([np.ravel(leaf) for leaf in system.unpack(unflatten(signs))])
 
 
+@pytest.mark.slow
 def test_traces_of_many_probes_are_near_and_damping_counts_directions():
     with jax.enable_x64(True):
         params, x, labels = made()

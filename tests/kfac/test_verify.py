@@ -80,6 +80,7 @@ def test_examples_that_the_factors_can_spare(tokens, interval, num_examples, exp
     assert kfac.curvature_stride(layers, num_examples, interval) == expected
 
 
+@pytest.mark.slow
 def test_a_part_of_the_batch_gives_the_curvature_of_a_step():
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(12, 3)), rng.normal(size=(12, 2))

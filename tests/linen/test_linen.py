@@ -97,7 +97,7 @@ def assert_close(found, expected):
     jax.tree.map(close, found, expected)
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", PAIRS)
 def test_outputs_agree_for_one_parameter_tree(name):
     make_nnx, make_linen, make_inputs = PAIRS[name]
@@ -262,6 +262,7 @@ def test_drop_path_drops_whole_samples():
     assert 0.3 < (out == 0).mean() < 0.7
 
 
+@pytest.mark.slow
 def test_parameters_of_whole_networks_are_looked_up_and_never_drawn():
     """Linen's own errors for one that is missing or has another shape."""
     block, x = linen.Block(2, score="additive"), rows(1, 4, 8)
@@ -314,6 +315,7 @@ def test_the_curvature_of_a_network_in_linen_is_that_of_its_nnx_form():
     assert found.coverage == expected.coverage
 
 
+@pytest.mark.slow
 def test_a_linen_transform():
     model = linen.VisionTransformer(**TINY, score="adder")
     images = rows(3, 4, 4, 1)

@@ -25,6 +25,7 @@ def batch():
     return jnp.asarray(source), jnp.asarray(target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", SCORES)
 def test_filling_rows_up_changes_nothing(score, batch):
     model, (source, target) = make(score), batch

@@ -39,6 +39,7 @@ def transformer_parameters(width, depth, tokens, patch_features, classes, mlp_ra
     return embedding + depth * block + norm + linear(width, classes)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("build", "width", "published", "millions"),
     [
@@ -242,7 +243,7 @@ def test_features_that_there_are_not_are_refused(options, arguments, message):
         make(**options).features(images(), **arguments)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_images_of_another_size_have_gradients_of_all_positions(dtype):
     model = make(registers=1, dtype=jnp.dtype(dtype))

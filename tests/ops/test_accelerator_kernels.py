@@ -148,6 +148,7 @@ def test_narrow_inputs_are_summed_in_float32(backend, dtype):
     check(backend, "l1", arrays)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("function", ["l1", "l1_pullback_x", "l1_pushforward", "additive"])
 def test_nan_and_infinity_go_where_they_go_in_the_formula(backend, function):
     arrays = operands((1, 6, 7, 8), "nk")
@@ -161,6 +162,7 @@ def test_nan_and_infinity_go_where_they_go_in_the_formula(backend, function):
     np.testing.assert_allclose(got, truth, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("empty", range(4))
 def test_empty_axes(backend, empty):
     shape = tuple(0 if axis == empty else length for axis, length in enumerate((2, 3, 4, 5)))
@@ -195,6 +197,7 @@ def test_saturated_hidden_units(backend):
     check(backend, "additive", arrays, tolerance=1e-4)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("hidden_units", [1, 7, 12])
 def test_hidden_units_in_pairs(backend, hidden_units):
     """Weights of all sizes; preactivations of which each is the difference of two that are large;

@@ -36,6 +36,7 @@ def test_adder_matmul_values(backend, shape):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * max(k, 1))
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("x_rule", ["sign", "full", "hardtanh"])
 @pytest.mark.parametrize("w_rule", ["sign", "full", "hardtanh"])

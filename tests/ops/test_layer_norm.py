@@ -82,7 +82,7 @@ def test_vmap_over_any_operand_is_a_loop(backend):
                     np.testing.assert_allclose(mapped[i], single, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_forward_mode_and_second_derivatives_are_those_of_flax(backend):
     x, scale, bias, g = _normal((3, 6), (6,), (6,), (3, 6))

@@ -241,7 +241,7 @@ def _functions_of(path):
     return re.findall(r"<(\S+)>:\n(.*?)(?:\n\n|\Z)", text, re.DOTALL)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.skipif(
     platform.machine() != "x86_64" or None in (shutil.which("g++"), shutil.which("objdump")),
     reason="needs g++, whose code this is about, on x86, and objdump",

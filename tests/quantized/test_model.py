@@ -67,6 +67,7 @@ def test_a_head_s_grid_is_its_own_and_errs_least_of_the_tried():
     assert chosen[0] < 0.5 * widest[0]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -101,6 +102,7 @@ def test_the_same_integers_in_blocks_of_keys():
     np.testing.assert_allclose(few(images()), whole(images()), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_grouped_heads_and_other_models():
     attention = MultiHeadAttention(4, 16, num_kv_heads=2, score="adder", rngs=nnx.Rngs(0))
     tokens = nnx.Rngs(1).normal((10, 6, 16))

@@ -77,6 +77,7 @@ def test_evaluation_sees_each_example_once_whatever_the_batch(tiny_config):
     )
 
 
+@pytest.mark.slow
 def test_any_split_can_be_scored_by_its_name(tiny_config):
     """The scores of the training split are those of the model's own answers on its arrays."""
     run = build_run(tiny_config(), eval_split="train")
@@ -274,6 +275,7 @@ def test_the_host_waits_for_a_step_only_when_the_next_one_is_under_way(
         )
 
 
+@pytest.mark.slow
 def test_a_window_of_steps_is_profiled(tiny_config, tmp_path):
     run, events = build_run(tiny_config("multiplicative")), []
     for window in ((3, 3), (4, 6)):

@@ -401,7 +401,7 @@ def test_whitened_steps_against_numpy(stage, in_numpy):
                 np.testing.assert_allclose(updates["one"], expected[step], rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [scale_by_soap, scale_by_kl_shampoo])
 @pytest.mark.parametrize("scale", [1e-12, 1e-5, 1e5])
 def test_whitened_steps_do_not_depend_on_the_scale_of_gradients(stage, scale):

@@ -175,6 +175,7 @@ def test_the_sample_is_taken_anew_now_and_then(tiny_config):
     np.testing.assert_allclose(weights, [first] * 3 + [decay * first + first], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_steps_of_a_root_mean_square_are_a_fifth_of_the_rate(tiny_config):
     """As Muon's, so that one rate suits all parameters."""
     chosen = {"learning_rate": 0.04, "warmup_epochs": 0.0, "weight_decay": 0.0, "kfac.step": "rms"}
