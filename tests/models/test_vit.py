@@ -254,3 +254,17 @@ def test_images_of_another_size_have_gradients_of_all_positions(dtype):
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(slopes.pos_embed))
     assert slopes.pos_embed[...].shape == (1, 6, 8)
     assert (np.abs(slopes.pos_embed[...]).max(-1) > 0).all()
+
+
+def test_a_stem_goes_to_l1_distances_with_the_first_block():
+    stem = dict(stem_channels=(4,), stem_strides=(2,), stem_linear="adder", patch_size=2)
+    anneal = dict(anneal_start=0.2, anneal_end=0.8, anneal_blocks="in_turn", image_size=8)
+    model = make(**ADDER | stem | anneal)
+    model.anneal(0.3)  # of a training in which each of three blocks takes a fifth
+    first, *others = [
+        {float(layer.squared_share) for layer in layers.adder_layers(part)}
+        for part in (model.patch_embed, *model.blocks)
+    ]
+    (share,) = first
+    assert 0 < share < 1
+    assert others == [first, {1.0}, {1.0}]
