@@ -54,6 +54,18 @@ def test_a_higher_end_is_decided_by_interval_and_test(write_runs, gains, verdict
     assert cells[-2] == ("45" if len(gains) == 6 else "40")
 
 
+def test_p_values_are_those_of_all_arms_beside_the_first_order_one(write_runs):
+    """Holm's: the smallest of 30 counts 30 times, 60 / 2¹⁰ in place of 2 / 2¹⁰."""
+    folder = write_runs([score + 0.1 for score in FIRST], FIRST, [1] * 10)
+    with (folder / "runs.csv").open("a", newline="") as file:
+        for arm in range(29):  # no difference: up and down in turn
+            for seed, score in enumerate(FIRST):
+                csv.writer(file).writerow([f"arm{arm}", seed, score + 0.01 * (-1) ** seed, 170, ""])
+    contest = read_contest(folder, "cg", "adam")
+    assert contest.adjusted == pytest.approx(60 / 2**10)
+    assert contest.verdict == "not decided"
+
+
 def test_an_end_that_most_seeds_do_not_reach(write_runs):
     reached = ["", 20, "", "", 50, "", "", "", 9, ""]
     contest = read_contest(write_runs(FIRST, FIRST, reached), "cg", "adam")
