@@ -35,7 +35,7 @@ def task_of(kind):
     return tasks.Distillation(settings, FACTS)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", ["hard", "soft"])
 @pytest.mark.parametrize("distilled", [True, False])
 def test_the_loss_is_that_of_the_paper(kind, distilled):
@@ -67,7 +67,7 @@ class Fixed(nnx.Module):
         return self.logits
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", ["hard", "soft"])
 @pytest.mark.parametrize("num_heads", [1, 2])
 def test_the_curvature_is_the_hessian_of_both_terms(kind, num_heads):
