@@ -115,7 +115,6 @@ def scanned_in_vmap(params, x):
     return jax.vmap(lambda x: jax.lax.scan(layer, x, params["stack"])[0])(x)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(("params", "network"), [(PARAMS, tokens), (STACK, scanned_in_vmap)])
 def test_the_empirical_matrix_counts_each_example_by_its_weight(params, network):
     """Σ_n s_n u_n u_nᵀ, u_n the gradient of example n's own mean, s_n its share in the loss."""
@@ -168,7 +167,6 @@ def test_parts_of_a_masked_batch_are_joined_by_what_their_means_are_over(fisher)
     np.testing.assert_allclose(joined, whole, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("form", ["factors", "kron"])
 def test_examples_without_weight_are_no_examples(form):
     """f-dangel/curvlinops#107: rows that only fill a batch up, in the factors too."""
@@ -295,7 +293,6 @@ def step_of(axis_name, fisher="enumerate", loss_fn=small, make=kfac.kfac, **opti
     return step
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -355,7 +355,6 @@ class Adapted(nnx.Module):
         return self.head(jnp.tanh(self.fc(x)))
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("wrt", [nnx.LoRAParam, nnx.Param])
 def test_low_rank_adapters(wrt):
     graphdef, state, rest = nnx.split(Adapted(), wrt, ...)

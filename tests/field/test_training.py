@@ -126,7 +126,6 @@ def test_parts_with_unequal_numbers_of_positions_are_the_whole_batch(sequences, 
         np.testing.assert_allclose(new["opt_state"]["value"], loss, **close)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("stride", [1, 2])
 def test_curvature_is_that_of_the_real_positions(sequences, stride):
     """f-dangel/curvlinops#107: a mean over real positions has a Fisher matrix over these.

@@ -347,7 +347,6 @@ def test_an_rms_step_has_the_root_mean_square_that_was_asked_for():
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(velocity))
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("step", ["rms", "share"])
 def test_the_inverses_alone_are_k_facs_step_as_old_as_their_interval_has_them(step):
     """Averages, inverses and directions in float64 NumPy; Martens & Grosse (2015), section 6.3."""
@@ -807,7 +806,6 @@ def test_the_step_compiles_once_and_its_state_survives_a_checkpoint(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("make", [kfac.kfac, kfac.cg_fac])
 def test_no_array_stands_in_two_places_of_the_state(make):
     """A step that donates its state hands each buffer over once."""

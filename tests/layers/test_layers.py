@@ -81,7 +81,6 @@ def test_normed_linear_is_an_adder_layer_with_products_in_place_of_distances():
     assert parameter_facts(fresh)["kernel"] == Facts(role="weight")
 
 
-@pytest.mark.cases(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
 def test_normed_linear_has_curvature(framework):

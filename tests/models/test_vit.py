@@ -138,7 +138,6 @@ def test_training_reaches_every_parameter(graph):
     assert not names - {f"['blocks'][{i}]['attention']['key']['bias']" for i in (0, 1)}
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_samples_do_not_depend_on_the_batch(pooling):
     model = make(**ADDER, pooling=pooling)

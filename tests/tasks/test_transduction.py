@@ -38,7 +38,6 @@ def make_model(task):
     return Seq2Seq(**sizes, width=16, embedding_features=8, dropout_rate=0.0, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_loss_is_the_mean_over_real_symbols(source, smoothing):
     task = make_task(source, label_smoothing=smoothing)

@@ -374,7 +374,6 @@ def _kl_shampoo_in_numpy(gradients, interval, b1=0.9, b2=0.98, eps=1e-8):
     return updates
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("stage", "in_numpy"),
     [(scale_by_soap, _soap_in_numpy), (scale_by_kl_shampoo, _kl_shampoo_in_numpy)],
