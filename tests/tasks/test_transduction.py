@@ -59,7 +59,6 @@ def test_the_loss_is_the_mean_over_real_symbols(source, smoothing):
     np.testing.assert_allclose(outcome.metrics["symbol_accuracy"], hits / count, rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_curvature_is_over_the_real_symbols(source):
     """Of one word, that of the same word without what fills it up."""
     task = make_task(source)
