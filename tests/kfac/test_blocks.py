@@ -264,6 +264,23 @@ def test_kron_is_the_gauss_newton_block_of_a_deep_linear_network():
         )
 
 
+def test_the_left_factor_of_tied_weights_is_a_mean_over_the_tokens_of_all_uses():
+    def twice(params, x, labels):
+        x = jnp.tanh(kfac.tap(kfac.Dense(), params["a"], x, path="a"))
+        return cross_entropy(kfac.tap(kfac.Dense(), params["a"], x.mean(1), path="a"), labels)
+
+    params, x = {"a": {"kernel": normal(0, 4, 4)}}, normal(1, 5, 3, 4)  # three tokens, then one
+    with jax.enable_x64(True):
+        curvature = kfac.curvature(twice, has_aux=True, fisher="empirical")(
+            params, x, jnp.arange(5) % 4
+        )
+        left = np.asarray(system_of("a", FACTORS, curvature, params).state[0])
+    first = np.asarray(x).reshape(-1, 4)
+    second = np.tanh(np.asarray(x) @ np.asarray(params["a"]["kernel"])).mean(1)
+    expected = (first.T @ first + second.T @ second) / (5 * (3 + 1))
+    np.testing.assert_allclose(left[0, :4, :4], expected, rtol=1e-12)
+
+
 @pytest.mark.slow
 def test_products_are_symmetric_and_positive():
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 6, (4, 6)))
