@@ -121,7 +121,8 @@ def run(start_time: float) -> None:
         print(f"adder_flax {adder_flax.__version__}")
         return
     # Absl shows it as help, with the flags of the program's own file.
-    sys.modules["__main__"].__doc__ = _usage(sys.argv[0])
+    if any(argument.lstrip("-").startswith("help") for argument in sys.argv[1:]):
+        sys.modules["__main__"].__doc__ = _usage(sys.argv[0])  # which reads all experiments
     for flag in flags.FLAGS.get_flags_for_module(__name__):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     flags.mark_flag_as_required("config")

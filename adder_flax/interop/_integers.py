@@ -34,7 +34,7 @@ def save_integers(
     """Writes a model that `adder_flax.quantized.quantize_model` made.
 
     Bytes of weights are packed to their bits, one after the other, the highest bit first; all else
-    is float32. The header has, in JSON: bits, network, notes, and a digest of the arrays.
+    is float32. The header has, in JSON: bits, network, notes, and a digest of these and the arrays.
 
     Args:
       model: as made, with these bits.
@@ -51,7 +51,7 @@ def save_integers(
         ".".join(map(str, name)): _packed(np.asarray(array), bits) for name, array in flat.items()
     }
     header = {"bits": bits, "network": dict(network), "notes": dict(notes)}
-    header["digest"] = _digest(arrays)
+    header["digest"] = _digest(header, arrays)
     # Hugging Face's reader insists on the first entry.
     metadata = {"format": "pt", _ENTRY: json.dumps(header)}
     content = safetensors.numpy.save(arrays, metadata=metadata)
@@ -81,7 +81,7 @@ def load_integers(
         with safe_open(path, "numpy") as file:
             header = json.loads((file.metadata() or {})[_ENTRY])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        bits, digest, built = header["bits"], header["digest"], header["network"]
+        digest, bits, built = header.pop("digest"), header["bits"], header["network"]
     except FileNotFoundError as error:
         raise ValueError(
             f"expected a model in few bits in {shown}, got no file; --mode=quantize writes it"
@@ -91,10 +91,10 @@ def load_integers(
             f"expected a model in few bits in {shown}, got another file or part of one: "
             f"{printable(error, limit=200)}; write it again with --mode=quantize"
         ) from error
-    if digest != _digest(arrays):
+    if digest != _digest(header, arrays):
         raise ValueError(
-            f"expected the arrays of {shown} to have the digest of its header, got others: the "
-            "file is damaged; write it again with --mode=quantize"
+            f"expected {shown} to have the digest in its header, got another: the file is damaged; "
+            "write it again with --mode=quantize"
         )
     network = json.loads(json.dumps(dict(network)))  # tuples as lists
     if built != network:
@@ -133,8 +133,8 @@ def _unpacked(array: np.ndarray, like: jax.ShapeDtypeStruct, bits: int) -> np.nd
     return np.packbits(padded, axis=-1).reshape(like.shape)
 
 
-def _digest(arrays: Mapping[str, np.ndarray]) -> str:
-    digest = hashlib.sha256()
+def _digest(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name in sorted(arrays):
         digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode())
         digest.update(np.ascontiguousarray(arrays[name]).tobytes())
