@@ -94,6 +94,7 @@ def test_what_is_read_is_what_was_written(bits, workdir, tmp_path):
         ("cut", "got another file or part of one"),
         ("floats", "got another file or part of one"),
         ("changed", "the file is damaged; write it again"),
+        ("header", "the file is damaged; write it again"),
         ("other", r"a network with model.num_heads = 1 in .*int8.safetensors, got 2; write"),
     ],
 )
@@ -106,6 +107,9 @@ def test_other_files_are_one_message_before_compute(fault, message, workdir, tmp
         save_file({"kernel": np.ones(3, np.float32)}, path)
     elif fault == "changed":
         path.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
+    elif fault == "header":
+        assert whole.count(rb"\"bits\": 8") == 1
+        path.write_bytes(whole.replace(rb"\"bits\": 8", rb"\"bits\": 4"))
     elif fault == "other":
         config = config_of(**{"model.num_heads": 1})
         path.write_bytes(whole)
