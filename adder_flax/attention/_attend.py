@@ -130,9 +130,7 @@ def attend(
         check_own_keys(shape, identity, is_causal)
     bias, mask = total_bias(bias, key_bias, shape), mask_of_pairs(mask, shape)
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
-    # Heads before length: both products are then plain batched matrix products.
-    query, key, value = (jnp.swapaxes(x.astype(dtype), -2, -3) for x in (query, key, value))
-
+    query, key, value = (x.astype(dtype) for x in (query, key, value))
     rate = 0.0 if deterministic else dropout_rate
     _check_dropout(rate, dropout_rng)
     arrays = {name: array for name, array in (parameters or {}).items() if array is not None}
@@ -142,8 +140,17 @@ def attend(
     if is_causal and query_position is not None:
         mask, is_causal = with_causal(mask, shape, query_position), False
     mask = visible(mask, bias)
-    own = own_values(value, shape[-2], query_position) if identity else None
     map_is_wanted = return_weights or module is not None or recorder.listening("attention")
+
+    if contract.attended and not (map_is_wanted or is_causal or is_on(rate)):
+        plain = bias is None and mask is None and query.shape[-2] == key.shape[-2]
+        if plain and dtype == jnp.float32 and ops.preferred_key_block(shape[-1]) is None:
+            factor = jnp.broadcast_to(factor * cooling, (query.shape[-2], 1, 1)).reshape(-1)
+            output = contract.attended(query, key, value, factor, **arrays)
+            return output + value if identity else output
+    # Heads before length: both products are then plain batched matrix products.
+    query, key, value = (jnp.swapaxes(x, -2, -3) for x in (query, key, value))
+    own = own_values(value, shape[-2], query_position) if identity else None
 
     if captures(*arrays.values(), log_temperature, key_bias):
         key_block = None  # inside a block, nothing can be reported

@@ -91,6 +91,9 @@ class Score:
       identity: whether the identity map is added to the attention map unless the user says
         otherwise.
       normalize: `normalize(scores, mask)` turns scaled float32 scores into weights.
+      attended: `attended(query, key, value, factor, **parameters)`, softmax(scores · factor) value
+        at once, in Flax's layout, with `factor` for all heads or for each; used on float32 where
+        neither map, mask, bias, dropout nor grouped heads are asked for.
       rows_are_probability: whether each row that `normalize` gives is a probability distribution
         over the keys, which entropy, rollout and Markov-chain analysis rely on (before the identity
         map is added).
@@ -104,6 +107,7 @@ class Score:
     variance: Callable[[int], float] | None = None
     identity: bool = False
     normalize: Callable[[Array, Array | None], Array] = masked_softmax
+    attended: Callable[..., Array] | None = None
     rows_are_probability: bool = True
 
     def __post_init__(self):

@@ -27,10 +27,13 @@ from adder_flax.ops._primitive import byte_terms, formula
 from adder_flax.ops._sad import (
     SadWeights,
     round_alike,
+    sad_attention,
     sad_matmul,
+    sad_norm,
     sad_pack,
     sad_scores,
     shared_grid,
+    to_bytes,
 )
 
 __all__ = [
@@ -53,11 +56,14 @@ __all__ = [
     "preferred_key_block",
     "register_backend",
     "round_alike",
+    "sad_attention",
     "sad_matmul",
+    "sad_norm",
     "sad_pack",
     "sad_scores",
     "set_backend",
     "shared_grid",
+    "to_bytes",
     "use_backend",
     "use_backend_for",
 ]

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
-def _left_to_compiler(method):
+def left_to_compiler(method):
     """Marks a function that XLA splits over devices by itself, whatever `split_by` says."""
     method.left_to_compiler = True
     return method
@@ -136,29 +136,29 @@ class Backend:
 
     # `full_*` is `l1_*` under the rule `full`: products, and the share of the other operand's sum.
 
-    @_left_to_compiler
+    @left_to_compiler
     def full_pushforward(self, x, w, dx, axes):
         x, w, dx = upcast(x, w, dx)
         return _einsum(f"bmk,b{axes}->bmn", dx, w) - (x * dx).sum(-1)[..., None]
 
-    @_left_to_compiler
+    @left_to_compiler
     def full_pushforward_w(self, x, w, dw, axes):
         x, w, dw = upcast(x, w, dw)
         product = _einsum(f"bmk,b{axes}->bmn", x, dw)
         return product - jnp.expand_dims((w * dw).sum(1 + axes.index("k")), 1)
 
-    @_left_to_compiler
+    @left_to_compiler
     def full_pullback_x(self, x, w, g, axes):
         x, w, g = upcast(x, w, g)
         return _einsum(f"bmn,b{axes}->bmk", g, w) - x * g.sum(-1)[..., None]
 
-    @_left_to_compiler
+    @left_to_compiler
     def full_pullback_w(self, x, w, g, axes):
         x, w, g = upcast(x, w, g)
         product = _einsum(f"bmk,bmn->b{axes}", x, g)
         return product - w * jnp.expand_dims(g.sum(1), 1 + axes.index("k"))
 
-    @_left_to_compiler
+    @left_to_compiler
     def layer_norm(self, x, scale, bias, epsilon, fast_variance):
         """Computes y[m, c] = scale[c] (x[m, c] - mean(x[m])) / sqrt(var(x[m]) + epsilon) + bias[c].
 
@@ -174,13 +174,13 @@ class Backend:
         factor = jax.lax.rsqrt(variance + epsilon) * scale[:, None]
         return (x - mean) * factor + bias[:, None]
 
-    @_left_to_compiler
+    @left_to_compiler
     def layer_norm_pushforward(self, x, scale, bias, dx, d_scale, d_bias, epsilon, fast_variance):
         """Computes the derivative of `layer_norm` along these tangents."""
         function = self._layer_norm_of(epsilon, fast_variance)
         return jax.jvp(function, upcast(x, scale, bias), upcast(dx, d_scale, d_bias))[1]
 
-    @_left_to_compiler
+    @left_to_compiler
     def layer_norm_pullback(self, x, scale, bias, g, epsilon, fast_variance):
         """Computes the gradients of sum(g * layer_norm(x, scale, bias)) by x, scale and bias."""
         function = self._layer_norm_of(epsilon, fast_variance)
@@ -192,12 +192,12 @@ class Backend:
             Backend.layer_norm, self, epsilon=epsilon, fast_variance=fast_variance
         )
 
-    @_left_to_compiler
+    @left_to_compiler
     def sad(self, x, w):
         """Computes y[m, n] = sum_k |x[m, k] - w[n, k]| of bytes, exactly, in int32."""
         return get_backend("xla").sad(x, w)
 
-    @_left_to_compiler
+    @left_to_compiler
     def additive_pushforward(self, query, key, v, d_query, d_key, d_v):
         """Computes the derivative of `additive` along tangents, `additive_pullback` transposed."""
         return get_backend("xla").additive_pushforward(query, key, v, d_query, d_key, d_v)

@@ -26,6 +26,7 @@ import numpy as np
 from adder_flax import own_cache
 from adder_flax.ops._backend import Backend, get_backend, up_to_float32
 from adder_flax.ops._partition import result_type
+from adder_flax.ops._sad import attention_formula, norm_formula
 from adder_flax.text import printable
 
 KERNELS = (
@@ -35,7 +36,7 @@ KERNELS = (
 _TARGET_PREFIX = "adder_flax_"
 _SOURCE = Path(__file__).with_name("cpu_kernels.cc")
 SAD_SOURCE = Path(__file__).with_name("sad_kernels.cc")  # a library of its own, when first needed
-_KERNELS_OF = {_SOURCE: KERNELS, SAD_SOURCE: ("sad",)}
+_KERNELS_OF = {_SOURCE: KERNELS, SAD_SOURCE: ("sad", "sad_norm", "sad_attention")}
 _COMPILERS = ("c++", "g++", "clang++")
 _TARGET_VARIABLE = "ADDER_FLAX_CPU"
 _FLAGS = ("-std=gnu++17", "-O3", "-DNDEBUG", "-fPIC", "-shared")
@@ -122,6 +123,29 @@ class CpuBackend(Backend):
         load_library(SAD_SOURCE)
         sums = result_type((*x.shape[:2], w.shape[1]), jnp.int32, x, w)
         return jax.ffi.ffi_call(_TARGET_PREFIX + "sad", sums, vmap_method="expand_dims")(x, w)
+
+    def sad_norm(self, x, w, table, ends, levels, y_levels, epsilon, gelu):
+        how: dict[str, Any] = dict(levels=levels, y_levels=y_levels, epsilon=epsilon, gelu=gelu)
+        if x.shape[0] != 1 or 0 in x.shape or x.dtype not in (jnp.uint8, jnp.float32):
+            return norm_formula(self, x, w, table, ends, **how)
+        shape, dtype = (x.shape[1], w.shape[1]), jnp.uint8 if y_levels else jnp.float32
+        return self._call_bytes("sad_norm", shape, dtype, x, w, table, ends, **how)
+
+    def sad_attention(self, query, key, value, heads, levels):
+        if query.shape[0] != 1 or 0 in (*query.shape, *value.shape):
+            return attention_formula(self, query, key, value, heads, levels)
+        shape = (*query.shape[1:-1], value.shape[-1])
+        operands = query, key, value, heads
+        return self._call_bytes("sad_attention", shape, jnp.float32, *operands, levels=levels)
+
+    def _call_bytes(self, kernel, shape, dtype, *operands, **attributes):
+        """Calls a kernel of operands with one leading axis, of length one."""
+        load_library(SAD_SOURCE)
+        result = result_type(shape, dtype, *operands)
+        call = jax.ffi.ffi_call(_TARGET_PREFIX + kernel, result, vmap_method="sequential")
+        types = {int: np.int32, float: np.float32, bool: bool}
+        given = {name: types[type(value)](value) for name, value in attributes.items()}
+        return call(*(a[0] for a in operands), **given)[None]
 
     def additive(self, query, key, v):
         shape = _output_shape(query, key, "nk")

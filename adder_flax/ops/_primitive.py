@@ -1,12 +1,12 @@
 """The functions of a backend as one JAX primitive; what runs is chosen when a program is lowered.
 
 The primitive is closed under differentiation. Its functions are the two sums over pairs, `l1` and
-`additive`, `layer_norm`, and what their derivatives consist of: pushforwards, linear in the
-tangents, and pullbacks, linear in the cotangent. Either is the transpose of the other, so forward
-mode, reverse mode and any mixture of both follow the declared gradient rules, on every backend,
-from the inputs alone. Second derivatives differentiate the rules, almost everywhere (1 for `full`,
-the slope or 0 for `hardtanh`, 0 for `sign`), by the blocked formulas of the XLA backend, which run
-on all platforms.
+`additive`, `layer_norm`, sums of bytes, and what their derivatives consist of: pushforwards, linear
+in the tangents, and pullbacks, linear in the cotangent. Either is the transpose of the other, so
+forward mode, reverse mode and any mixture of both follow the declared gradient rules, on every
+backend, from the inputs alone. Second derivatives differentiate the rules, almost everywhere (1 for
+`full`, the slope or 0 for `hardtanh`, 0 for `sign`), by the blocked formulas of the XLA backend,
+which run on all platforms.
 
 Operands have any number of leading axes, of which an operand's may have length one where others'
 are longer.
@@ -43,6 +43,8 @@ _FORMULAS = {
     "l1_pullback_w": "mk,w,mn->w",
     "l1_pullback": "mk,w,mn->mk,w",
     "sad": "mk,nk->mn",
+    "sad_norm": "mK,CK,TC,E->mC",
+    "sad_attention": "bmhD,bNhD,bNhV,hE->bmhV",
     "additive": "mk,nk,k->mn",
     "additive_pushforward": "mk,nk,k,mk,nk,k->mn",
     "additive_pullback": "mk,nk,k,mn->mk,nk,k",
@@ -57,6 +59,9 @@ _TRANSPOSES = {
     "additive_pushforward": "additive_pullback",
     "layer_norm_pushforward": "layer_norm_pullback",
 }
+# What other functions are a part of, by name: `formula(backend, *operands, **options)`, for
+# backends without a kernel of their own for all of it. Derivatives are those of the formula.
+composed: dict[str, Callable] = {}
 # Functions of three operands, any of which may have a tangent.
 _OF_THREE = ("additive", "layer_norm")
 _TRANSPOSES |= {pullback: pushforward for pushforward, pullback in _TRANSPOSES.items()}
@@ -135,16 +140,18 @@ def _abstract_eval(*operands, backend, method, options, mesh):
         lengths.update(zip(axes, a.shape[num_leading:], strict=True))
         alike.setdefault(a.ndim, a)
     batch = jnp.broadcast_shapes(*leading)
-    dtype, results = _sum_dtype(method, operands), []
+    dtype, results = _sum_dtype(method, operands, dict(options)), []
     for axes in result_axes:
         shape = (*batch, *map(lengths.__getitem__, axes))
         results.append(alike[len(shape)].update(shape=shape, dtype=dtype, weak_type=False))
     return results
 
 
-def _sum_dtype(method: str, operands: Sequence):
+def _sum_dtype(method: str, operands: Sequence, options: dict):
     if method == "sad":
         return jnp.int32
+    if options.get("y_levels"):
+        return jnp.uint8
     return jnp.promote_types(jnp.result_type(*operands), jnp.float32)
 
 
@@ -157,6 +164,8 @@ def _function(backend: Backend, method: str, options: dict) -> Callable:
         return functools.partial(backend.l1, axes=options["axes"])
     if "rule" in options and options["rule"].name == "full":
         method, options = method.replace("l1", "full"), {"axes": options["axes"]}
+    if method in composed and not hasattr(backend, method):
+        return functools.partial(composed[method], backend, **options)
     return functools.partial(getattr(backend, method), **options)
 
 
@@ -218,7 +227,7 @@ def _lower(
     for_export = module.lowering_parameters.for_export
     num_devices, all_manual = _devices(module.axis_context)
     # Bytes are for all that have kernels; whoever has none for bytes has XLA's.
-    dtype = "float32" if method == "sad" else jnp.result_type(*context.avals_in)
+    dtype = "float32" if method.startswith("sad") else jnp.result_type(*context.avals_in)
     backend = backend.lowered_for(platform, dtype, for_export=for_export, num_devices=num_devices)
     how = backend.split_by
     if getattr(_function(backend, method, options).func, "left_to_compiler", False):
@@ -287,7 +296,10 @@ def _present(tangents) -> list[int]:
 def _jvp(operands, tangents, *, backend, method, options, mesh):
     bind = functools.partial(_pairs.bind, backend=backend, mesh=mesh)
     results, present = bind(*operands, method=method, options=options), _present(tangents)
-    if method == "l1":
+    if method in composed:
+        options, first = dict(options), len(operands)
+        parts = [_second_order_tangents(operands, tangents, method, options, first)]
+    elif method == "l1":
         parts = _l1_tangents(bind, operands, tangents, present, dict(options))
     elif method in _OF_THREE:
         tangents = map(ad.instantiate_zeros, tangents)

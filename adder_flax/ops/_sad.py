@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int32, Integer, UInt8
 
-from adder_flax.ops._backend import resolve_backend
+from adder_flax.ops._backend import left_to_compiler, resolve_backend
 from adder_flax.ops._functions import (
     as_floating,
     broadcast_pairs,
@@ -15,7 +15,7 @@ from adder_flax.ops._functions import (
     result_axes,
 )
 from adder_flax.ops._partition import keep_explicit_axes, vary_alike
-from adder_flax.ops._primitive import call
+from adder_flax.ops._primitive import call, composed
 
 # Sums of so many terms, each up to 255, are below 2^31.
 MOST_TERMS = 2**23
@@ -132,6 +132,157 @@ def sad_scores(
 
     axes = [pair_axes(query, "mk"), pair_axes(key, "nk")]
     return keep_explicit_axes(scores, [query, key], axes, result_axes(query, key))
+
+
+def to_bytes(
+    x: Float[ArrayLike, "..."],
+    lowest: Float[ArrayLike, "..."],
+    step: Float[ArrayLike, "..."],
+    levels: int,
+) -> UInt8[Array, "..."]:
+    """Returns the byte, from 0 to `levels`, of the nearest number lowest + step · byte.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from adder_flax import ops
+      >>> ops.to_bytes(jnp.array([-9.0, 0.4, 1.6, 9.0]), -1.0, 1.0, 3).tolist()
+      [0, 1, 3, 3]
+    """
+    # A product for each number, in place of a division.
+    steps = jnp.round((jnp.asarray(x, jnp.float32) - lowest) * (1 / step))
+    return jnp.clip(steps, 0, levels).astype(jnp.uint8)
+
+
+def sad_norm(
+    x: Float[ArrayLike, "*batch K"] | UInt8[ArrayLike, "*batch K"],
+    w: SadWeights,
+    *,
+    grid: tuple[ArrayLike, ArrayLike, int],
+    excess: Float[ArrayLike, " N"],
+    scale: Float[ArrayLike, " N"],
+    bias: Float[ArrayLike, " N"],
+    epsilon: float,
+    gelu: bool = False,
+    to: tuple[ArrayLike, ArrayLike, int] | None = None,
+) -> Float[Array, "*batch N"] | UInt8[Array, "*batch N"]:
+    r"""An adder layer of bytes, the LayerNorm behind it and what follows, in one pass over rows.
+
+    .. math:: y = \mathrm{norm}\Big(-\big(\text{step} \sum_k |\hat x_k - w_{kn}| +
+        \text{excess}_n\big)\Big)
+
+    On a CPU with native kernels what stands between two sums stays in the cache.
+
+    Args:
+      x: floating, rounded to bytes x̂ by `to_bytes`, or these bytes.
+      w: from `sad_pack`, bytes of the same grid.
+      grid: lowest, step and levels, see `to_bytes`.
+      excess: of each output, what lies beyond the grid.
+      scale, bias, epsilon: of the LayerNorm.
+      gelu: whether the exact GELU follows.
+      to: the grid of a next layer, whose bytes are returned then.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from adder_flax import ops
+      >>> x, w = jnp.array([[1, 2]], jnp.uint8), jnp.array([[0, 1], [0, 4]], jnp.uint8)
+      >>> own = dict(excess=jnp.zeros(2), scale=jnp.ones(2), bias=jnp.zeros(2), epsilon=0.0)
+      >>> ops.sad_norm(x, ops.sad_pack(w), grid=(0.0, 1.0, 255), **own).tolist()  # of -3 and -2
+      [[-1.0, 1.0]]
+    """
+    x = jnp.asarray(x)
+    if x.dtype != jnp.uint8:
+        x = x.astype(jnp.float32)
+    table = jnp.stack([jnp.asarray(row, jnp.float32) for row in (excess, scale, bias)])
+    ends = jnp.stack([jnp.asarray(end, jnp.float32) for end in (*grid[:2], *(to or grid)[:2])])
+    levels, y_levels = grid[2], to[2] if to else 0
+    how = dict(levels=levels, y_levels=y_levels, epsilon=float(epsilon), gelu=gelu)
+
+    def normed(x, columns):
+        flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        operands = vary_alike(flat, columns, table, ends)
+        y = call(resolve_backend(jnp.float32), "sad_norm", *operands, **how)
+        return y.reshape(*x.shape[:-1], columns.shape[0])
+
+    leading = [f"b{axis}" for axis in range(x.ndim - 1)]
+    axes = [[*leading, "k"], ["n", "k"]]
+    return keep_explicit_axes(normed, [x, w.columns], axes, [*leading, "n"])
+
+
+@left_to_compiler
+def norm_formula(backend, x, w, table, ends, *, levels, y_levels, epsilon, gelu):
+    """`sad_norm` of operands with a leading axis, from a backend's sums."""
+    excess, scale, bias = table[:, 0, None], table[:, 1], table[:, 2]
+    lowest, step, y_lowest, y_step = (ends[:, end, None, None] for end in range(4))
+    if x.dtype != jnp.uint8:
+        x = to_bytes(x, lowest, step, levels)
+    sums = -(call(backend, "sad", x, w) * step + excess)
+    y = backend.layer_norm(sums, scale, bias, epsilon, fast_variance=False)
+    if gelu:
+        y = 0.5 * y * (1.0 + jax.lax.erf(y * 0.5**0.5))
+    return to_bytes(y, y_lowest, y_step, y_levels) if y_levels else y
+
+
+def sad_attention(
+    query: Float[ArrayLike, "*batch Nq heads d"],
+    key: Float[ArrayLike, "*batch Nk heads d"],
+    value: Float[ArrayLike, "*batch Nk heads dv"],
+    *,
+    lowest: Float[ArrayLike, "..."],
+    step: Float[ArrayLike, "..."],
+    levels: int,
+    factor: Float[ArrayLike, "..."] = 1.0,
+) -> Float[Array, "*batch Nq heads dv"]:
+    r"""Adder attention from sums of bytes, without a map in memory where a CPU has native kernels.
+
+    .. math:: y_i = \sum_j \mathrm{softmax}_j\Big(-\text{factor} \big(\text{step} \sum_c
+        |\hat q_{ic} - \hat k_{jc}| + \sum_c |k_{jc} - k'_{jc}|\big)\Big) v_j
+
+    with q̂ and k̂ from `to_bytes`, and k' clamped to the grid.
+
+    Args:
+      query, key, value: heads in Flax's layout.
+      lowest, step, levels: of the grid, one for all heads or one for each.
+      factor: on the scores, likewise.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from adder_flax import ops
+      >>> x = jnp.array([[[0.0]], [[4.0]]])
+      >>> y = ops.sad_attention(x, x, x, lowest=0.0, step=1.0, levels=15, factor=99.0)
+      >>> y[:, 0, 0].tolist()
+      [0.0, 4.0]
+    """
+    arrays = [jnp.asarray(a, jnp.float32) for a in (query, key, value)]
+    of_head = [
+        jnp.broadcast_to(jnp.asarray(a, jnp.float32), arrays[0].shape[-2])
+        for a in (lowest, step, factor)
+    ]
+    heads = jnp.stack(of_head, -1)
+
+    def attended(*arrays):
+        flat = [a.reshape(math.prod(a.shape[:-3]), *a.shape[-3:]) for a in arrays]
+        operands = vary_alike(*flat, heads)
+        y = call(resolve_backend(jnp.float32), "sad_attention", *operands, levels=levels)
+        return y.reshape(*arrays[0].shape[:-1], y.shape[-1])
+
+    leading = [f"b{axis}" for axis in range(arrays[0].ndim - 3)]
+    axes = [[*leading, *own] for own in ("mhd", "nhd", "nhv")]
+    return keep_explicit_axes(attended, arrays, axes, [*leading, *"mhv"])
+
+
+@left_to_compiler
+def attention_formula(backend, query, key, value, heads, levels):
+    """`sad_attention` of operands with two leading axes, from a backend's sums."""
+    lowest, step, factor = (heads[:, None, :, None, None, part] for part in range(3))
+    query, key, value = (jnp.swapaxes(a, -2, -3) for a in (query, key, value))
+    clamped = jnp.clip(key, lowest, lowest + step * levels)
+    excess = jnp.abs(key - clamped).sum(-1)[..., None, :]
+    in_bytes = (to_bytes(a, lowest, step, levels) for a in (query, key))
+    scores = -(call(backend, "sad", *in_bytes) * step + excess) * factor
+    return jnp.swapaxes(jax.nn.softmax(scores, axis=-1) @ value, -2, -3)
+
+
+composed.update(sad_norm=norm_formula, sad_attention=attention_formula)
 
 
 def shared_grid(

@@ -5,12 +5,17 @@
 // distance and an addition for 8 (SSE2: 2 columns; AVX2: 4; AVX-512: 8) terms a lane. Then a lane is an output, and
 // nothing is summed across lanes. NEON takes the distances of bytes and adds pairs of them to 16-bit lanes.
 //
+// A layer with its norm, and a head of attention, finish a few rows while their sums are in the cache.
+//
 // Compile with -O3 -march=native.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
+#include <memory>
 #include <utility>
 
 #include "cpu_parallel.h"
@@ -173,6 +178,20 @@ void SumEdge(const uint8_t* x, int64_t stride, int64_t rows, const uint8_t* pane
   }
 }
 
+// Sums `rows` rows of x, `stride` bytes from one to the next, and a panel.
+void SumRows(const uint8_t* x, int64_t stride, int64_t rows, const uint8_t* panel, int64_t columns, int64_t terms,
+             Target target) {
+  for (int64_t row = 0; row < rows; row += kRows, x += kRows * stride, target.y += kRows * target.stride) {
+    if (row + kRows > rows || columns < kWidth || terms % kStep != 0) {
+      SumEdge(x, stride, std::min<int64_t>(kRows, rows - row), panel, columns, terms, target);
+      continue;
+    }
+    const uint8_t* tile[kRows];
+    for (int r = 0; r < kRows; ++r) tile[r] = x + r * stride;
+    SumTile(tile, panel, terms / kStep, target);
+  }
+}
+
 // y[m, n] = sum over k of |x[m, k] - w[n, k]| for rows of x from first_row to end_row, and of w likewise.
 void SumBlock(const uint8_t* x, const uint8_t* w, int32_t* y, const Sizes& size, int64_t first_row, int64_t end_row,
               int64_t first_column, int64_t end_column) {
@@ -182,27 +201,263 @@ void SumBlock(const uint8_t* x, const uint8_t* w, int32_t* y, const Sizes& size,
     for (int64_t k = 0; k < size.terms; k += kPiece) {
       const int64_t terms = std::min(kPiece, size.terms - k);
       Pack(w + column * size.terms + k, size.terms, columns, terms, panel);
-      for (int64_t row = first_row; row < end_row; row += kRows) {
-        const uint8_t* begin = x + row * size.terms + k;
-        const Target target{y + row * size.columns + column, size.columns, k > 0};
-        if (row + kRows > end_row || columns < kWidth || terms % kStep != 0) {
-          SumEdge(begin, size.terms, std::min<int64_t>(kRows, end_row - row), panel, columns, terms, target);
-          continue;
-        }
-        const uint8_t* rows[kRows];
-        for (int r = 0; r < kRows; ++r) rows[r] = begin + r * size.terms;
-        SumTile(rows, panel, terms / kStep, target);
-      }
+      SumRows(x + first_row * size.terms + k, size.terms, end_row - first_row, panel, columns, terms,
+              {y + first_row * size.columns + column, size.columns, k > 0});
     }
   }
 }
+
+template <class T>
+std::unique_ptr<T[]> Room(int64_t count) {
+  return std::unique_ptr<T[]>(new T[count]);  // not zeroed
+}
+
+inline int64_t Divide(int64_t a, int64_t b) { return (a + b - 1) / b; }  // rounded up
+
+// All panels of a matrix, packed once for all rows.
+class Panels {
+ public:
+  Panels(int64_t columns, int64_t terms)
+      : columns_(columns), terms_(terms), bytes_(Divide(terms, kStep) * kStep * kWidth),
+        room_(Room<uint8_t>(count() * bytes_)) {}
+
+  int64_t count() const { return Divide(columns_, kWidth); }
+  int64_t width() const { return count() * kWidth; }  // of a row of sums
+
+  void Fill(int64_t panel, const uint8_t* w) {
+    const int64_t column = panel * kWidth;
+    Pack(w + column * terms_, terms_, std::min<int64_t>(kWidth, columns_ - column), terms_, &room_[panel * bytes_]);
+  }
+
+  // The sums of rows of bytes, `terms` each, in rows of width().
+  void Sum(const uint8_t* x, int64_t rows, int32_t* sums) const {
+    for (int64_t panel = 0; panel < count(); ++panel) {
+      for (int64_t k = 0; k < terms_; k += kPiece) {
+        SumRows(x + k, terms_, rows, &room_[panel * bytes_ + k * kWidth], kWidth, std::min(kPiece, terms_ - k),
+                {sums + panel * kWidth, width(), k > 0});
+      }
+    }
+  }
+
+ private:
+  int64_t columns_, terms_, bytes_;
+  std::unique_ptr<uint8_t[]> room_;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What stands between sums. Loops over the numbers of a row, which compilers turn into vectors.
+// ---------------------------------------------------------------------------------------------------------------------
+
+// Half to even, for |x| below 2^22.
+inline float Nearest(float x) { return (x + 12582912.0f) - 12582912.0f; }
+
+inline float Clamp(float x, float lowest, float highest) {
+  x = x < lowest ? lowest : x;
+  return x > highest ? highest : x;
+}
+
+// f(0) ... f(count - 1) joined, in lanes whose number no processor changes.
+template <class Join, class F>
+inline float Reduce(int64_t count, float first, Join&& join, F&& f) {
+  constexpr int kParts = 16;
+  float part[kParts];
+  std::fill(part, part + kParts, first);
+  int64_t i = 0;
+  for (; i + kParts <= count; i += kParts) {
+    for (int p = 0; p < kParts; ++p) part[p] = join(part[p], f(i + p));
+  }
+  for (; i < count; ++i) part[i % kParts] = join(part[i % kParts], f(i));
+  for (int half = kParts / 2; half > 0; half /= 2) {
+    for (int p = 0; p < half; ++p) part[p] = join(part[p], part[p + half]);
+  }
+  return part[0];
+}
+
+template <class F>
+inline float Total(int64_t count, F&& f) {
+  return Reduce(count, 0.0f, [](float a, float b) { return a + b; }, f);
+}
+
+// y x^n + ... + a, all terms known early: compilers leave loops with others in them as they are.
+inline float Polynomial(float, float y) { return y; }
+
+template <class... Terms>
+inline float Polynomial(float x, float y, float a, Terms... rest) {
+  return Polynomial(x, y * x + a, rest...);
+}
+
+// An end that compilers do not know. Of a known one they make a case of its own, with a branch, and no vectors.
+inline float End(float x) {
+  asm("" : "+m"(x));
+  return x;
+}
+
+// The rational approximation of Eigen and XLA, within some units of the last place; `most` is End(4).
+inline float Erf(float x, float most) {
+  x = Clamp(x, -most, most);
+  const float above =
+      Polynomial(x * x, -2.72614225801306e-10f, 2.77068142495902e-08f, -2.10102402082508e-06f, -5.69250639462346e-05f,
+                 -7.34990630326855e-04f, -2.95459980854025e-03f, -1.60960333262415e-02f);
+  const float below = Polynomial(x * x, -1.45660718464996e-05f, -2.13374055278905e-04f, -1.68282697438203e-03f,
+                                 -7.37332916720468e-03f, -1.42647390514189e-02f);
+  return x * above / below;
+}
+
+// e^x of x <= 0, by Cephes' polynomial for what is left of a power of two; `least` is End(-87).
+inline float Exp(float x, float least) {
+  x = x < least ? least : x;
+  const float n = Nearest(x * 1.44269504f), r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  const float left = Polynomial(r, 1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                                5.0000001201e-1f, 1.0f, 1.0f);
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, sizeof power);
+  return left * power;
+}
+
+// The numbers lowest + step * byte, for bytes up to `levels`.
+struct Grid {
+  float lowest, step, levels;
+
+  void ToBytes(const float* x, int64_t count, uint8_t* bytes) const {
+    const float inverse = 1 / step;
+    for (int64_t i = 0; i < count; ++i) {
+      bytes[i] = static_cast<uint8_t>(static_cast<int32_t>(Nearest(Clamp((x[i] - lowest) * inverse, 0.0f, levels))));
+    }
+  }
+
+  // What is lost of x beyond the ends.
+  float Excess(const float* x, int64_t count) const {
+    const float highest = lowest + step * levels;
+    return Total(count, [&](int64_t i) { return std::abs(x[i] - Clamp(x[i], lowest, highest)); });
+  }
+};
+
+// An adder layer and the LayerNorm behind it: norm(-(step * sums + excess)), and GELU of that.
+struct Layer {
+  int64_t outputs;
+  float step;
+  const float *excess, *scale, *bias;
+  float epsilon;
+  bool gelu;
+
+  void Finish(const int32_t* sums, float* y) const {
+    for (int64_t c = 0; c < outputs; ++c) y[c] = -(static_cast<float>(sums[c]) * step + excess[c]);
+    const float mean = Total(outputs, [&](int64_t c) { return y[c]; }) / outputs;
+    for (int64_t c = 0; c < outputs; ++c) y[c] -= mean;
+    const float factor = 1 / std::sqrt(Total(outputs, [&](int64_t c) { return y[c] * y[c]; }) / outputs + epsilon);
+    for (int64_t c = 0; c < outputs; ++c) y[c] = y[c] * factor * scale[c] + bias[c];
+    if (!gelu) return;
+    const float most = End(4.0f);
+    for (int64_t c = 0; c < outputs; ++c) y[c] = 0.5f * y[c] * (1.0f + Erf(y[c] * 0.70710678f, most));
+  }
+};
+
+// Vectors of floats, as wide as those of sums.
+constexpr int kFloats = sizeof(Vec) < 16 ? 4 : sizeof(Vec) / sizeof(float), kMixed = 2 * kFloats;
+using Floats __attribute__((vector_size(kFloats * sizeof(float)))) = float;
+
+inline Floats LoadFloats(const float* p) {
+  Floats x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
+// y[r, c] = sum over j of weights[r, j] * values[j, c] for kRows rows and kMixed columns.
+[[gnu::noinline]] void MixTile(const float* weights, int64_t stride, const float* values, int64_t count, float* y) {
+  Floats totals[kRows][2] = {};
+  for (int64_t j = 0; j < count; ++j) {
+    const Floats value[2] = {LoadFloats(values + j * kMixed), LoadFloats(values + j * kMixed + kFloats)};
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < 2; ++v) totals[r][v] += weights[r * stride + j] * value[v];
+    }
+  }
+  const auto write = [&](auto i) {
+    constexpr int kRow = decltype(i)::value / 2, kVec = decltype(i)::value % 2;
+    std::memcpy(y + kRow * kMixed + kVec * kFloats, &totals[kRow][kVec], sizeof(Floats));
+  };
+  Unrolled(write, std::make_integer_sequence<int, kRows * 2>());
+}
+
+// One head of one image: softmax(-factor * |q - k|) v, with arrays of (length, heads, width).
+class Head {
+ public:
+  Head(const float* key, const float* value, int64_t keys, int64_t heads, int64_t width, int64_t value_width, Grid grid)
+      : keys_(keys), heads_(heads), width_(width), value_width_(value_width), grid_(grid), panels_(keys, width),
+        excess_(Room<float>(keys)), values_(Room<float>(keys * Divide(value_width, kMixed) * kMixed)) {
+    const auto bytes = Room<uint8_t>(keys * width);
+    for (int64_t j = 0; j < keys; ++j) {
+      const float* own = key + j * heads * width;
+      grid.ToBytes(own, width, &bytes[j * width]);
+      excess_[j] = grid.Excess(own, width);
+      for (int64_t first = 0; first < value_width; first += kMixed) {
+        float* target = &values_[(first * keys) + j * kMixed];
+        const int64_t count = std::min<int64_t>(kMixed, value_width - first);
+        std::memset(target, 0, kMixed * sizeof(float));
+        std::memcpy(target, value + j * heads * value_width + first, count * sizeof(float));
+      }
+    }
+    for (int64_t panel = 0; panel < panels_.count(); ++panel) panels_.Fill(panel, bytes.get());
+  }
+
+  void Mix(const float* query, int64_t rows, float factor, float* y) const {
+    constexpr int64_t kTogether = 4 * kRows;  // their sums stay in the first-level cache, for some hundred keys
+    const int64_t stride = panels_.width();
+    const auto bytes = Room<uint8_t>(kTogether * width_);
+    const auto sums = Room<int32_t>(kTogether * stride);
+    const auto weights = Room<float>(kTogether * stride);
+    for (int64_t row = 0; row < rows; row += kTogether) {
+      const int64_t count = std::min(kTogether, rows - row);
+      for (int64_t r = 0; r < count; ++r) grid_.ToBytes(query + (row + r) * heads_ * width_, width_, &bytes[r * width_]);
+      panels_.Sum(bytes.get(), count, sums.get());
+      float total[kTogether];
+      for (int64_t r = 0; r < count; ++r) total[r] = Weights(&sums[r * stride], factor, &weights[r * stride]);
+      for (int64_t r = count; r % kRows != 0; ++r) std::memset(&weights[r * stride], 0, keys_ * sizeof(float));
+      for (int64_t r = 0; r < count; r += kRows) {
+        for (int64_t first = 0; first < value_width_; first += kMixed) {
+          float mixed[kRows][kMixed];
+          MixTile(&weights[r * stride], stride, &values_[first * keys_], keys_, mixed[0]);
+          for (int64_t i = 0; i < std::min<int64_t>(kRows, count - r); ++i) {
+            float* target = y + (row + r + i) * heads_ * value_width_ + first;
+            const int64_t width = std::min<int64_t>(kMixed, value_width_ - first);
+            for (int64_t c = 0; c < width; ++c) target[c] = mixed[i][c] / total[r + i];
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  // What a row of sums weighs, but for its total, which is returned.
+  float Weights(const int32_t* sums, float factor, float* weights) const {
+    for (int64_t j = 0; j < keys_; ++j) weights[j] = -(static_cast<float>(sums[j]) * grid_.step + excess_[j]) * factor;
+    const float lowest = -std::numeric_limits<float>::infinity();
+    const auto larger = [](float a, float b) { return a > b ? a : b; };
+    const float largest = Reduce(keys_, lowest, larger, [&](int64_t j) { return weights[j]; });
+    const float least = End(-87.0f);
+    for (int64_t j = 0; j < keys_; ++j) weights[j] = Exp(weights[j] - largest, least);
+    return Total(keys_, [&](int64_t j) { return weights[j]; });
+  }
+
+  int64_t keys_, heads_, width_, value_width_;
+  Grid grid_;
+  Panels panels_;
+  std::unique_ptr<float[]> excess_, values_;
+};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // What Python calls
 // ---------------------------------------------------------------------------------------------------------------------
 
 using Bytes = ffi::Buffer<ffi::DataType::U8>;
+using Numbers = ffi::Buffer<ffi::DataType::F32>;
 using Sums = ffi::ResultBuffer<ffi::DataType::S32>;
+
+// How many of `rows`, in whole tiles, a piece of work has if there are as many as `pieces` of them.
+int64_t RowsOf(int64_t rows, int64_t pieces) { return Divide(Divide(rows, pieces), kRows) * kRows; }
+
+// Pieces of work: so that a thread that the system interrupts holds up only a third.
+int64_t PiecesFor(ffi::ThreadPool& pool) { return 3 * std::max<int64_t>(pool.num_threads(), 1); }
 
 // Where the matrix at position `index` of a batch begins in a buffer, some of whose axes may have length one instead.
 int64_t Offset(ffi::Span<const int64_t> shape, ffi::Span<const int64_t> batch, int64_t index) {
@@ -217,7 +472,6 @@ int64_t Offset(ffi::Span<const int64_t> shape, ffi::Span<const int64_t> batch, i
 ffi::Error Sad(ffi::ThreadPool pool, Bytes x, Bytes w, Sums y) {
   constexpr int64_t kSerialTerms = 1 << 20;  // some 10 us of work: waking another thread takes as long
   constexpr int64_t kBlockBytes = 1 << 18;   // of x, half of a small second-level cache
-  constexpr int64_t kBlocksPerThread = 3;    // so that a thread that the system interrupts holds up only a third
   const auto shape = y->dimensions();
   const Sizes size{shape[shape.size() - 2], shape[shape.size() - 1], x.dimensions().back()};
   const int64_t outputs = y->element_count();
@@ -226,18 +480,17 @@ ffi::Error Sad(ffi::ThreadPool pool, Bytes x, Bytes w, Sums y) {
     std::memset(y->typed_data(), 0, y->size_bytes());
     return ffi::Error::Success();
   }
-  const auto divide = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const bool serial = outputs * size.terms <= kSerialTerms;
   const int64_t batch = outputs / (size.rows * size.columns);
   // Panels are dealt out first: what is packed then is packed once.
-  int64_t wanted = serial ? 1 : divide(kBlocksPerThread * std::max<int64_t>(pool.num_threads(), 1), batch);
-  const int64_t panels = divide(size.columns, kWidth), group = divide(panels, std::min(wanted, panels)) * kWidth;
-  const int64_t groups = divide(size.columns, group);
-  wanted = divide(wanted, groups);
+  int64_t wanted = serial ? 1 : Divide(PiecesFor(pool), batch);
+  const int64_t panels = Divide(size.columns, kWidth), group = Divide(panels, std::min(wanted, panels)) * kWidth;
+  const int64_t groups = Divide(size.columns, group);
+  wanted = Divide(wanted, groups);
   // Rows of x are read again for each panel: from the second-level cache.
-  const int64_t tiles = divide(size.rows, kRows), most = divide(kBlockBytes, std::min(size.terms, kPiece) * kRows);
-  const int64_t chunk = std::min(divide(tiles, std::min(wanted, tiles)), most) * kRows;
-  const int64_t chunks = divide(size.rows, chunk);
+  const int64_t tiles = Divide(size.rows, kRows), most = Divide(kBlockBytes, std::min(size.terms, kPiece) * kRows);
+  const int64_t chunk = std::min(Divide(tiles, std::min(wanted, tiles)), most) * kRows;
+  const int64_t chunks = Divide(size.rows, chunk);
   const auto run = [&](int64_t item) {
     const int64_t member = item / (groups * chunks), row = item / groups % chunks * chunk, column = item % groups * group;
     SumBlock(x.typed_data() + Offset(x.dimensions(), shape, member), w.typed_data() + Offset(w.dimensions(), shape, member),
@@ -250,6 +503,62 @@ ffi::Error Sad(ffi::ThreadPool pool, Bytes x, Bytes w, Sums y) {
   } else {
     ParallelFor(pool, count, run);
   }
+  return ffi::Error::Success();
+}
+
+// y (M, N) of x (M, K), floats or bytes, w (N, K) and the table (3, N) of excess, scale and bias. `ends` are lowest and step
+// of the layer's grid and of that of y, which is in bytes where it has levels.
+ffi::Error SadNorm(ffi::ThreadPool pool, ffi::AnyBuffer x, Bytes w, Numbers table, Numbers ends, ffi::Result<ffi::AnyBuffer> y,
+                   int32_t levels, int32_t y_levels, float epsilon, bool gelu) {
+  if (y->element_count() == 0) return ffi::Error::Success();
+  const int64_t columns = w.dimensions()[0], terms = w.dimensions()[1], rows = y->element_count() / columns;
+  const float* end = ends.typed_data();
+  const Grid grid{end[0], end[1], static_cast<float>(levels)}, next{end[2], end[3], static_cast<float>(y_levels)};
+  const float* excess = table.typed_data();
+  const Layer layer{columns, grid.step, excess, excess + columns, excess + 2 * columns, epsilon, gelu};
+  const bool is_bytes = x.element_type() == ffi::DataType::U8;
+  Panels panels(columns, terms);
+  ParallelFor(pool, panels.count(), [&](int64_t panel) { panels.Fill(panel, w.typed_data()); });
+  const int64_t piece = std::min<int64_t>(RowsOf(rows, PiecesFor(pool)), 8 * kRows);
+  ParallelFor(pool, Divide(rows, piece), [&](int64_t item) {
+    const int64_t first = item * piece, count = std::min(piece, rows - first);
+    const auto room = Room<uint8_t>(is_bytes ? 0 : count * terms);
+    const auto sums = Room<int32_t>(count * panels.width());
+    const auto normed = Room<float>(y_levels > 0 ? columns : 0);
+    const uint8_t* bytes = static_cast<const uint8_t*>(x.untyped_data()) + first * terms;
+    if (!is_bytes) {
+      grid.ToBytes(static_cast<const float*>(x.untyped_data()) + first * terms, count * terms, room.get());
+      bytes = room.get();
+    }
+    panels.Sum(bytes, count, sums.get());
+    for (int64_t r = 0; r < count; ++r) {
+      const int64_t place = (first + r) * columns;
+      float* row = y_levels > 0 ? normed.get() : static_cast<float*>(y->untyped_data()) + place;
+      layer.Finish(&sums[r * panels.width()], row);
+      if (y_levels > 0) next.ToBytes(row, columns, static_cast<uint8_t*>(y->untyped_data()) + place);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// y (B, M, H, V) of query (B, M, H, K), key (B, N, H, K), value (B, N, H, V) and, for each head, lowest, step and the factor
+// on scores.
+ffi::Error SadAttention(ffi::ThreadPool pool, Numbers query, Numbers key, Numbers value, Numbers heads,
+                        ffi::Result<Numbers> y, int32_t levels) {
+  const auto from = query.dimensions(), to = value.dimensions();
+  const int64_t rows = from[1], count = from[2], width = from[3], keys = to[1], value_width = to[3];
+  if (y->element_count() == 0) return ffi::Error::Success();
+  const int64_t members = from[0] * count, piece = RowsOf(rows, Divide(PiecesFor(pool), members));
+  const int64_t pieces = Divide(rows, piece);
+  ParallelFor(pool, members * pieces, [&](int64_t item) {
+    const int64_t member = item / pieces, image = member / count, h = member % count, first = item % pieces * piece;
+    const float* own = heads.typed_data() + 3 * h;
+    const Grid grid{own[0], own[1], static_cast<float>(levels)};
+    const Head head(key.typed_data() + (image * keys * count + h) * width,
+                    value.typed_data() + (image * keys * count + h) * value_width, keys, count, width, value_width, grid);
+    head.Mix(query.typed_data() + ((image * rows + first) * count + h) * width, std::min(piece, rows - first), own[2],
+             y->typed_data() + ((image * rows + first) * count + h) * value_width);
+  });
   return ffi::Error::Success();
 }
 
@@ -288,3 +597,10 @@ int64_t AdderFlaxBoundSad(int64_t loop, int64_t iterations) {
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxSad, Sad,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Bytes>().Arg<Bytes>().Ret<ffi::Buffer<ffi::DataType::S32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxSadNorm, SadNorm,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<Bytes>().Arg<Numbers>()
+                                  .Arg<Numbers>().Ret<ffi::AnyBuffer>().Attr<int32_t>("levels").Attr<int32_t>("y_levels")
+                                  .Attr<float>("epsilon").Attr<bool>("gelu"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxSadAttention, SadAttention,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Numbers>().Arg<Numbers>().Arg<Numbers>()
+                                  .Arg<Numbers>().Ret<Numbers>().Attr<int32_t>("levels"));

@@ -8,7 +8,7 @@ from adder_flax.quantized._adder import (
     quantize,
     quantize_weights,
 )
-from adder_flax.quantized._linear import AdderLinear
+from adder_flax.quantized._linear import AdderLinear, Mlp
 from adder_flax.quantized._model import empty_like, quantize_model
 from adder_flax.quantized._scores import byte_score, byte_scores, calibrate_scores
 
@@ -16,6 +16,7 @@ __all__ = [
     "AdderLinear",
     "AdderWeights",
     "Grid",
+    "Mlp",
     "adder_linear",
     "byte_score",
     "byte_scores",

@@ -66,9 +66,7 @@ def quantize(x: Float[ArrayLike, "..."], grid: Grid) -> UInt8[Array, "..."]:
       >>> quantize(jnp.array([-9.0, 0.4, 1.6, 9.0]), Grid(lowest=-1.0, scale=1.0, bits=2)).tolist()
       [0, 1, 3, 3]
     """
-    # A product for each number, in place of a division.
-    steps = jnp.round((jnp.asarray(x, jnp.float32) - grid.lowest) * (1 / grid.scale))
-    return jnp.clip(steps, 0, grid.levels).astype(jnp.uint8)
+    return ops.to_bytes(x, grid.lowest, grid.scale, grid.levels)
 
 
 def quantize_weights(

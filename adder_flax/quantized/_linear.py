@@ -13,7 +13,6 @@ from adder_flax.quantized._adder import (
     Grid,
     adder_linear,
     calibrate,
-    quantize,
     quantize_weights,
 )
 
@@ -93,8 +92,58 @@ class AdderLinear(nnx.Module):
         self, inputs: Float[Array, "*batch in_features"] | UInt8[Array, "*batch in_features"]
     ) -> Float[Array, "*batch out_features"]:
         if self.norm is not None:
-            # It takes off what is the same for all outputs, as an excess of the inputs is.
-            inputs = quantize(inputs, self.weights.grid) if inputs.dtype != jnp.uint8 else inputs
-            return self.norm(adder_linear(inputs, self.weights)).astype(self.dtype)
+            return self.normed(inputs).astype(self.dtype)
         sums = adder_linear(inputs, self.weights)
         return sums if self.bias is None else sums + self.bias
+
+    def normed(
+        self,
+        inputs: Float[Array, "*batch in_features"] | UInt8[Array, "*batch in_features"],
+        *,
+        gelu: bool = False,
+        to: Grid | None = None,
+    ) -> Float[Array, "*batch out_features"] | UInt8[Array, "*batch out_features"]:
+        """The normalised sums in one pass, with GELU and as bytes of a next layer's grid if wished.
+
+        The norm takes off what is the same for all outputs, as an excess of the inputs is.
+        """
+        norm: Any = self.norm
+        weights = self.weights
+        features = weights.packed.columns.shape[:1]
+        return ops.sad_norm(
+            inputs,
+            weights.packed,
+            grid=_ends(weights.grid),
+            excess=weights.excess,
+            scale=jnp.ones(features) if norm.scale is None else norm.scale[...],
+            bias=jnp.zeros(features) if norm.bias is None else norm.bias[...],
+            epsilon=norm.epsilon,
+            gelu=gelu,
+            to=None if to is None else _ends(to),
+        )
+
+
+class Mlp(nnx.Module):
+    """`layers.Mlp` of two layers in few bits with norms: bytes are all that stands between them.
+
+    It has no dropout.
+
+    Args:
+      fc1, fc2: the layers.
+    """
+
+    def __init__(self, fc1: AdderLinear, fc2: AdderLinear):
+        self.fc1, self.fc2 = fc1, fc2
+
+    def __call__(
+        self,
+        inputs: Float[Array, "*batch in_features"],
+        *,
+        deterministic: bool = True,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "*batch in_features"]:
+        return self.fc2(self.fc1.normed(inputs, gelu=True, to=self.fc2.weights.grid))
+
+
+def _ends(grid: Grid) -> tuple[ArrayLike, ArrayLike, int]:
+    return grid.lowest, grid.scale, grid.levels

@@ -12,7 +12,7 @@ import numpy as np
 from adder_flax import attention, layers, ops, recorder
 from adder_flax.attention import MultiHeadAttention, SequenceAttention
 from adder_flax.quantized._adder import Grid, quantize_weights
-from adder_flax.quantized._linear import AdderLinear
+from adder_flax.quantized._linear import AdderLinear, Mlp
 from adder_flax.quantized._scores import byte_score, calibrate_scores
 
 # So many rows of a layer's inputs, and pairs of a head's tokens, say enough of its grid.
@@ -115,7 +115,14 @@ def _exchange(
             "expected a model with adder layers or adder scores, got one without; products of "
             "bytes are what other libraries do"
         )
+    for path, module in nnx.iter_modules(model):
+        if path and isinstance(module, layers.Mlp) and _is_normed(module.fc1, module.fc2):
+            _put(modules[path[:-1]], path[-1], Mlp(module.fc1, module.fc2))
     return model
+
+
+def _is_normed(*linears: nnx.Module) -> bool:
+    return all(isinstance(linear, AdderLinear) and linear.norm for linear in linears)
 
 
 def _put(parent: Any, name: Any, layer: nnx.Module) -> None:

@@ -55,8 +55,18 @@ def byte_score(bits: int) -> Score:
       (5, 2, 8)
     """
     adder = get_score("adder")
-    function = functools.partial(byte_scores, bits=bits)
-    return Score("adder", function, variance=adder.variance, identity=adder.identity)
+
+    def attended(query, key, value, factor, *, lowest, step):
+        ends = dict(lowest=lowest, step=step, levels=2**bits - 1)
+        return ops.sad_attention(query, key, value, **ends, factor=factor)
+
+    return Score(
+        "adder",
+        functools.partial(byte_scores, bits=bits),
+        variance=adder.variance,
+        identity=adder.identity,
+        attended=attended,
+    )
 
 
 def calibrate_scores(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 
 from adder_flax import ops, own_cache
 from adder_flax.ops import _cpu
@@ -178,6 +179,155 @@ def test_what_is_refused_says_why(case):
     error, function, x, w, message = REFUSED[case]
     with pytest.raises(error, match=message):
         jax.eval_shape(function, x, w)
+
+
+# -------------------------------------------------------------------------------------------------
+# What stands between sums
+# -------------------------------------------------------------------------------------------------
+
+
+def normed(x, columns, grid, excess, scale, bias, epsilon, gelu):
+    """An adder layer of bytes and its norm in float64."""
+    lowest, step, levels = grid
+    if x.dtype != np.uint8:
+        x = np.clip(np.rint((x - np.float32(lowest)) / np.float32(step)), 0, levels)
+    y = -(truth(x, columns) * float(np.float32(step)) + excess)
+    y = y - y.mean(-1, keepdims=True)
+    y = y / np.sqrt(np.square(y).mean(-1, keepdims=True) + epsilon) * scale + bias
+    return y * (1 + scipy.special.erf(y / np.sqrt(2))) / 2 if gelu else y
+
+
+# Rows, terms and outputs: edges of tiles, panels, lanes and pieces.
+NORMED = [(1, 8, 2), (5, 13, 5), (7, 1, 33), (100, 192, 48), (6, 1030, 17), (13, 40, 200)]
+
+
+def layer_of(m, k, n, *, floating=True):
+    rng = np.random.default_rng(m)
+    grid = (-2.0, 0.25, 15)
+    x = rng.normal(size=(m, k)).astype(np.float32) if floating else random_bytes(m, m, k) % 16
+    own = dict(
+        excess=rng.random(n), scale=rng.normal(size=n), bias=rng.normal(size=n), epsilon=1e-5
+    )
+    own = {name: np.float32(value) for name, value in own.items()}
+    return x, random_bytes(k, n, k) % 16, dict(grid=grid, **own)
+
+
+def use(name):
+    return ops.use_backend(name) if name in ops.available_backends() else pytest.skip(name)
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("floating", [False, True])
+@pytest.mark.parametrize("name", ["cpu_native", "xla"])
+def test_a_layer_of_bytes_and_its_norm(name, floating, gelu):
+    for m, k, n in NORMED:
+        x, columns, own = layer_of(m, k, n, floating=floating)
+        with use(name):
+            got = ops.sad_norm(x, ops.SadWeights(jnp.asarray(columns)), **own, gelu=gelu)
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, normed(x, columns, **own, gelu=gelu), atol=3e-5)
+
+
+@pytest.mark.parametrize("name", ["cpu_native", "xla"])
+def test_bytes_of_the_next_layer_are_the_nearest(name):
+    x, columns, own = layer_of(13, 40, 200)
+    lowest, step, levels = -0.1, 0.05, 31
+    with use(name):
+        weights = ops.SadWeights(jnp.asarray(columns))
+        got = ops.sad_norm(x, weights, **own, gelu=True, to=(lowest, step, levels))
+    assert got.dtype == jnp.uint8
+    places = (normed(x, columns, **own, gelu=True) - lowest) / step
+    assert np.abs(got - np.clip(places, 0, levels)).max() < 0.5 + 1e-3
+    assert set(np.unique(got)) == set(range(levels + 1))
+
+
+# Images, queries, keys, heads, widths of keys and of values.
+ATTENDED = [(1, 1, 1, 1, 1, 1), (2, 5, 7, 3, 8, 16), (3, 25, 13, 2, 13, 5), (1, 31, 70, 1, 24, 40)]
+
+
+def heads_of(b, m, n, h, d, v):
+    rng = np.random.default_rng(m)
+    shapes = (b, m, h, d), (b, n, h, d), (b, n, h, v)
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    head = np.arange(h)
+    ends = dict(lowest=-1.5 - head / 4, step=0.1 + head / 10, factor=0.5**head)
+    return arrays, {name: np.float32(end) for name, end in ends.items()}
+
+
+@pytest.mark.parametrize("name", ["cpu_native", "xla"])
+def test_attention_from_sums_of_bytes(name):
+    for shape in ATTENDED:
+        (query, key, value), ends = heads_of(*shape)
+        with use(name):
+            got = ops.sad_attention(query, key, value, **ends, levels=31)
+        lowest, step, factor = (ends[end][:, None] for end in ("lowest", "step", "factor"))
+        highest = lowest + step * np.float32(31)
+        q, k = (np.clip(np.rint((x - lowest) / step), 0, 31) for x in (query, key))
+        beyond = np.abs(key - np.clip(key, lowest, highest)).sum(-1)
+        q, k, mixed = (np.moveaxis(x, 2, 1) for x in (q, k, value))
+        scores = truth(q, k) * step[:, None].astype(float) + np.moveaxis(beyond, 2, 1)[:, :, None]
+        expected = scipy.special.softmax(-factor[:, None] * scores, axis=-1) @ mixed
+        np.testing.assert_allclose(got, np.moveaxis(expected, 1, 2), atol=1e-5)
+
+
+def test_far_scores_weigh_nothing_and_are_finite():
+    (query, key, value), _ = heads_of(1, 6, 9, 1, 8, 4)
+    got = ops.sad_attention(query, key, value, lowest=-2.0, step=0.1, levels=63, factor=1e4)
+    nearest = np.abs(query[0, :, None, 0] - key[0, None, :, 0]).sum(-1).argmin(1)
+    np.testing.assert_allclose(got[0], value[0, nearest], atol=1e-5)
+
+
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_layers_and_attention_without_rows_terms_or_outputs(empty):
+    shape = [3, 4, 5]
+    shape[empty] = 0
+    x, columns, own = layer_of(*shape)
+    y = ops.sad_norm(x, ops.SadWeights(jnp.asarray(columns)), **own)
+    assert y.shape == (shape[0], shape[2])
+    (query, key, value), ends = heads_of(*shape[:2], 3, 2, 4, shape[2])
+    y = ops.sad_attention(query, key, value, **ends, levels=31)
+    assert y.shape == (*shape[:2], 2, shape[2])
+
+
+def test_leading_axes_mapped_axes_and_threads_change_nothing():
+    x, columns, own = layer_of(24, 40, 33)
+    weights = ops.SadWeights(jnp.asarray(columns))
+    layer = functools.partial(ops.sad_norm, w=weights, **own)
+    expected = layer(x)
+    np.testing.assert_array_equal(jax.jit(layer)(x.reshape(2, 3, 4, 40)).reshape(24, 33), expected)
+    np.testing.assert_array_equal(jax.vmap(layer)(x.reshape(2, 12, 40)).reshape(24, 33), expected)
+    arrays, ends = heads_of(4, 9, 7, 2, 8, 4)
+    attention = functools.partial(ops.sad_attention, **ends, levels=31)
+    expected = attention(*arrays)
+    np.testing.assert_array_equal(jax.vmap(attention)(*arrays), expected)
+    for i in range(4):
+        np.testing.assert_array_equal(attention(*(a[i] for a in arrays)), expected[i])
+
+
+def test_what_is_no_byte_has_the_gradient_of_the_formula():
+    x, columns, own = layer_of(6, 8, 10)
+    x_hat = jnp.asarray(random_bytes(0, 6, 8) % 16)
+
+    def loss(scale, bias, formula):
+        given = own | dict(scale=scale, bias=bias)
+        if not formula:
+            y = ops.sad_norm(x_hat, ops.SadWeights(jnp.asarray(columns)), **given, gelu=True)
+        else:
+            sums = -(truth(x_hat, columns) * 0.25 + own["excess"]).astype(np.float32)
+            centred = sums - sums.mean(-1, keepdims=True)
+            deviation = np.sqrt(np.square(centred).mean(-1, keepdims=True) + 1e-5)
+            y = jax.nn.gelu(centred / deviation * scale + bias, approximate=False)
+        return (y * jnp.arange(10)).sum()
+
+    got, expected = (
+        jax.grad(loss, (0, 1))(own["scale"], own["bias"], formula) for formula in (False, True)
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-4), got, expected)
+    arrays, ends = heads_of(1, 3, 4, 1, 4, 2)
+    attended = lambda value: ops.sad_attention(*arrays[:2], value, **ends, levels=31)
+    weights = np.stack([attended(np.eye(4, dtype=np.float32)[None, :, None, :])[0, :, 0]])
+    gradient = jax.grad(lambda value: attended(value).sum())(arrays[2])
+    np.testing.assert_allclose(gradient[0, :, 0, 0], weights[0].sum(0), atol=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------

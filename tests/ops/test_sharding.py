@@ -187,6 +187,25 @@ features = place(mesh, (normal(6, 48), (None, "data")))[0]
 close(jax.jit(ops.layer_norm)(features, scale, bias), ops.layer_norm(np.asarray(features), scale, bias))
 """  # noqa: E501 - a program of its own
 
+BYTES = """
+mesh = make_mesh(data=4, tensor=2)
+rng = np.random.default_rng(0)
+columns = jnp.asarray(rng.integers(0, 256, (33, 40)), jnp.uint8)
+table = dict(excess=normal(33), scale=normal(33), bias=normal(33), epsilon=1e-5)
+layer = lambda x: ops.sad_norm(x, ops.SadWeights(columns), grid=(-2.0, 0.02, 255), **table)
+attention = lambda q, k, v: ops.sad_attention(q, k, v, lowest=-2.0, step=0.1, levels=40)
+(x,) = place(mesh, (normal(8, 3, 40), ("data",)))
+heads = place(mesh, *[(normal(8, n, 2, 8), ("data", None, "tensor")) for n in (5, 6, 6)])
+for function, arrays, places in (
+    (layer, [x], P("data")), (attention, heads, P("data", None, "tensor"))
+):
+    run = compiled(function, *arrays)
+    moves = ("all-gather", "all-to-all", "collective-permute")
+    assert not any(move in run.as_text() for move in moves), run.as_text()
+    y = run(*arrays)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, places), y.ndim), y.sharding
+    np.testing.assert_array_equal(y, function(*map(np.asarray, arrays)))
+"""
 
 EXPLICIT_AXES = """
 mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
@@ -244,6 +263,7 @@ close(jax.jit(jax.grad(total))(*placed), signs)
         pytest.param(HEADS_SPLIT, "cpu_native", id="heads"),
         pytest.param(UNEVEN_AND_MAPPED, "cpu_native", id="uneven"),
         pytest.param(LAYER_NORM, "cpu_native", id="layer_norm"),
+        pytest.param(BYTES, "cpu_native", id="bytes", marks=pytest.mark.slow),
         pytest.param(WITHOUT_RULES, "cpu_native", id="without_rules"),
         pytest.param(EXPLICIT_AXES, "xla", id="explicit-xla", marks=pytest.mark.slow),
         pytest.param(EXPLICIT_AXES, "cpu_native", id="explicit-cpu_native"),

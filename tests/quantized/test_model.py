@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from adder_flax import layers, quantized
-from adder_flax.attention import MultiHeadAttention
+from adder_flax.attention import MultiHeadAttention, attend
 from adder_flax.models import Autoencoder, Seq2Seq, VisionTransformer
-from adder_flax.quantized import byte_scores, calibrate_scores
+from adder_flax.quantized import byte_score, byte_scores, calibrate_scores
 
 ADDER = dict(score="adder", qkv_linear="adder", proj_linear="adder", mlp_linear="adder")
 SIZES = dict(image_size=8, patch_size=4, channels=1, width=16, depth=2, num_heads=2, num_classes=5)
@@ -43,6 +43,42 @@ def test_scores_of_numbers_on_the_grid_are_their_distances_to_a_number_for_each_
     heads[0][:, :, 0] += 64
     difference = got - byte_scores(*heads, lowest=lowest, step=step, bits=4)
     assert np.ptp(difference[:, :, 1:], axis=-1).max() == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"identity": True, "temperature": np.float32([0.5, 2.0])},
+        {"log_temperature": np.float32([0.3, -0.3]), "scale": 0.7},
+        {"mask": np.arange(6) > 1},
+        {"bias": np.float32([3, 0, 0, 0, 0, -3])},
+        {"is_causal": True},
+        {"key_block": 2},
+    ],
+    ids=str,
+)
+def test_attention_at_once_is_that_by_its_map(options):
+    rng = np.random.default_rng(0)
+    heads = [rng.normal(size=(3, 6, 2, 8)).astype(np.float32) for _ in range(3)]
+    grid = {"lowest": jnp.float32([-1.5, -2.0]), "step": jnp.float32([0.1, 0.2])}
+    how = dict(score=byte_score(4), parameters=grid, identity=False) | options
+    expected, weights = attend(*heads, **how, return_weights=True)
+    got = jax.jit(lambda *heads: attend(*heads, **how))(*heads)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    mixed = np.einsum("bhqk,bkhv->bqhv", weights, np.float64(heads[2]))
+    np.testing.assert_allclose(got, mixed, atol=1e-5)
+
+
+def test_between_the_layers_of_an_mlp_stand_bytes_alone():
+    few = quantized.quantize_model(transformer(), images())
+    mlp, x = few.blocks[0].mlp, nnx.Rngs(2).normal((3, 5, 16))
+    hidden = quantized.quantize(layers.gelu(mlp.fc1(x)), mlp.fc2.weights.grid)
+    np.testing.assert_allclose(mlp(x), mlp.fc2(hidden), atol=0.05)
+    program = str(jax.make_jaxpr(few)(images(2)))
+    assert program.count("method=sad_norm") == 6 * SIZES["depth"]
+    assert program.count("method=sad_attention") == SIZES["depth"]
+    assert not [name for name in ("erf", "softmax", "exp ") if name in program]
 
 
 def test_a_head_s_grid_is_its_own_and_errs_least_of_the_tried():
