@@ -15,8 +15,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <memory>
 #include <utility>
+#include <vector>
 
 #include "cpu_parallel.h"
 #include "xla/ffi/api/ffi.h"
@@ -207,9 +207,14 @@ void SumBlock(const uint8_t* x, const uint8_t* w, int32_t* y, const Sizes& size,
   }
 }
 
-template <class T>
-std::unique_ptr<T[]> Room(int64_t count) {
-  return std::unique_ptr<T[]>(new T[count]);  // not zeroed
+// Memory of this thread, for one use at a time. It is kept: the system clears what it hands out anew.
+enum class Use { kPanels, kBytes, kSums, kNumbers, kExcess, kValues };
+
+template <class T, Use use>
+T* Room(int64_t count) {
+  thread_local std::vector<T> room;
+  if (static_cast<int64_t>(room.size()) < count) room.resize(count);
+  return room.data();
 }
 
 inline int64_t Divide(int64_t a, int64_t b) { return (a + b - 1) / b; }  // rounded up
@@ -219,7 +224,7 @@ class Panels {
  public:
   Panels(int64_t columns, int64_t terms)
       : columns_(columns), terms_(terms), bytes_(Divide(terms, kStep) * kStep * kWidth),
-        room_(Room<uint8_t>(count() * bytes_)) {}
+        room_(Room<uint8_t, Use::kPanels>(count() * bytes_)) {}
 
   int64_t count() const { return Divide(columns_, kWidth); }
   int64_t width() const { return count() * kWidth; }  // of a row of sums
@@ -241,7 +246,7 @@ class Panels {
 
  private:
   int64_t columns_, terms_, bytes_;
-  std::unique_ptr<uint8_t[]> room_;
+  uint8_t* room_;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -319,10 +324,10 @@ inline float Exp(float x, float least) {
 struct Grid {
   float lowest, step, levels;
 
-  void ToBytes(const float* x, int64_t count, uint8_t* bytes) const {
-    const float inverse = 1 / step;
+  [[gnu::noinline]] void ToBytes(const float* __restrict x, int64_t count, uint8_t* __restrict bytes) const {
+    const float least = lowest, inverse = 1 / step, most = levels;  // of this loop: a byte may be a part of anything
     for (int64_t i = 0; i < count; ++i) {
-      bytes[i] = static_cast<uint8_t>(static_cast<int32_t>(Nearest(Clamp((x[i] - lowest) * inverse, 0.0f, levels))));
+      bytes[i] = static_cast<uint8_t>(static_cast<int32_t>(Nearest(Clamp((x[i] - least) * inverse, 0.0f, most))));
     }
   }
 
@@ -341,15 +346,17 @@ struct Layer {
   float epsilon;
   bool gelu;
 
-  void Finish(const int32_t* sums, float* y) const {
-    for (int64_t c = 0; c < outputs; ++c) y[c] = -(static_cast<float>(sums[c]) * step + excess[c]);
-    const float mean = Total(outputs, [&](int64_t c) { return y[c]; }) / outputs;
-    for (int64_t c = 0; c < outputs; ++c) y[c] -= mean;
-    const float factor = 1 / std::sqrt(Total(outputs, [&](int64_t c) { return y[c] * y[c]; }) / outputs + epsilon);
-    for (int64_t c = 0; c < outputs; ++c) y[c] = y[c] * factor * scale[c] + bias[c];
+  void Finish(const int32_t* __restrict sums, float* __restrict y) const {
+    const int64_t n = outputs;
+    const float by = step;
+    const float *__restrict beyond = excess, *__restrict times = scale, *__restrict plus = bias;
+    const float mean = Total(n, [&](int64_t c) { return y[c] = -(static_cast<float>(sums[c]) * by + beyond[c]); }) / n;
+    const float variance = Total(n, [&](int64_t c) { return (y[c] - mean) * (y[c] - mean); }) / n;
+    const float factor = 1 / std::sqrt(variance + epsilon);
+    for (int64_t c = 0; c < n; ++c) y[c] = (y[c] - mean) * factor * times[c] + plus[c];
     if (!gelu) return;
     const float most = End(4.0f);
-    for (int64_t c = 0; c < outputs; ++c) y[c] = 0.5f * y[c] * (1.0f + Erf(y[c] * 0.70710678f, most));
+    for (int64_t c = 0; c < n; ++c) y[c] = 0.5f * y[c] * (1.0f + Erf(y[c] * 0.70710678f, most));
   }
 };
 
@@ -384,8 +391,9 @@ class Head {
  public:
   Head(const float* key, const float* value, int64_t keys, int64_t heads, int64_t width, int64_t value_width, Grid grid)
       : keys_(keys), heads_(heads), width_(width), value_width_(value_width), grid_(grid), panels_(keys, width),
-        excess_(Room<float>(keys)), values_(Room<float>(keys * Divide(value_width, kMixed) * kMixed)) {
-    const auto bytes = Room<uint8_t>(keys * width);
+        excess_(Room<float, Use::kExcess>(keys)),
+        values_(Room<float, Use::kValues>(keys * Divide(value_width, kMixed) * kMixed)) {
+    uint8_t* bytes = Room<uint8_t, Use::kBytes>(keys * width);
     for (int64_t j = 0; j < keys; ++j) {
       const float* own = key + j * heads * width;
       grid.ToBytes(own, width, &bytes[j * width]);
@@ -397,19 +405,19 @@ class Head {
         std::memcpy(target, value + j * heads * value_width + first, count * sizeof(float));
       }
     }
-    for (int64_t panel = 0; panel < panels_.count(); ++panel) panels_.Fill(panel, bytes.get());
+    for (int64_t panel = 0; panel < panels_.count(); ++panel) panels_.Fill(panel, bytes);
   }
 
   void Mix(const float* query, int64_t rows, float factor, float* y) const {
     constexpr int64_t kTogether = 4 * kRows;  // their sums stay in the first-level cache, for some hundred keys
     const int64_t stride = panels_.width();
-    const auto bytes = Room<uint8_t>(kTogether * width_);
-    const auto sums = Room<int32_t>(kTogether * stride);
-    const auto weights = Room<float>(kTogether * stride);
+    uint8_t* bytes = Room<uint8_t, Use::kBytes>(kTogether * width_);
+    int32_t* sums = Room<int32_t, Use::kSums>(kTogether * stride);
+    float* weights = Room<float, Use::kNumbers>(kTogether * stride);
     for (int64_t row = 0; row < rows; row += kTogether) {
       const int64_t count = std::min(kTogether, rows - row);
       for (int64_t r = 0; r < count; ++r) grid_.ToBytes(query + (row + r) * heads_ * width_, width_, &bytes[r * width_]);
-      panels_.Sum(bytes.get(), count, sums.get());
+      panels_.Sum(bytes, count, sums);
       float total[kTogether];
       for (int64_t r = 0; r < count; ++r) total[r] = Weights(&sums[r * stride], factor, &weights[r * stride]);
       for (int64_t r = count; r % kRows != 0; ++r) std::memset(&weights[r * stride], 0, keys_ * sizeof(float));
@@ -429,20 +437,21 @@ class Head {
 
  private:
   // What a row of sums weighs, but for its total, which is returned.
-  float Weights(const int32_t* sums, float factor, float* weights) const {
-    for (int64_t j = 0; j < keys_; ++j) weights[j] = -(static_cast<float>(sums[j]) * grid_.step + excess_[j]) * factor;
-    const float lowest = -std::numeric_limits<float>::infinity();
+  float Weights(const int32_t* __restrict sums, float factor, float* __restrict weights) const {
+    const float lowest = -std::numeric_limits<float>::infinity(), step = grid_.step;
+    const float* __restrict beyond = excess_;
     const auto larger = [](float a, float b) { return a > b ? a : b; };
-    const float largest = Reduce(keys_, lowest, larger, [&](int64_t j) { return weights[j]; });
+    const float largest = Reduce(keys_, lowest, larger, [&](int64_t j) {
+      return weights[j] = -(static_cast<float>(sums[j]) * step + beyond[j]) * factor;
+    });
     const float least = End(-87.0f);
-    for (int64_t j = 0; j < keys_; ++j) weights[j] = Exp(weights[j] - largest, least);
-    return Total(keys_, [&](int64_t j) { return weights[j]; });
+    return Total(keys_, [&](int64_t j) { return weights[j] = Exp(weights[j] - largest, least); });
   }
 
   int64_t keys_, heads_, width_, value_width_;
   Grid grid_;
   Panels panels_;
-  std::unique_ptr<float[]> excess_, values_;
+  float *excess_, *values_;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -522,18 +531,18 @@ ffi::Error SadNorm(ffi::ThreadPool pool, ffi::AnyBuffer x, Bytes w, Numbers tabl
   const int64_t piece = std::min<int64_t>(RowsOf(rows, PiecesFor(pool)), 8 * kRows);
   ParallelFor(pool, Divide(rows, piece), [&](int64_t item) {
     const int64_t first = item * piece, count = std::min(piece, rows - first);
-    const auto room = Room<uint8_t>(is_bytes ? 0 : count * terms);
-    const auto sums = Room<int32_t>(count * panels.width());
-    const auto normed = Room<float>(y_levels > 0 ? columns : 0);
+    int32_t* sums = Room<int32_t, Use::kSums>(count * panels.width());
+    float* normed = Room<float, Use::kNumbers>(columns);
     const uint8_t* bytes = static_cast<const uint8_t*>(x.untyped_data()) + first * terms;
     if (!is_bytes) {
-      grid.ToBytes(static_cast<const float*>(x.untyped_data()) + first * terms, count * terms, room.get());
-      bytes = room.get();
+      uint8_t* room = Room<uint8_t, Use::kBytes>(count * terms);
+      grid.ToBytes(static_cast<const float*>(x.untyped_data()) + first * terms, count * terms, room);
+      bytes = room;
     }
-    panels.Sum(bytes, count, sums.get());
+    panels.Sum(bytes, count, sums);
     for (int64_t r = 0; r < count; ++r) {
       const int64_t place = (first + r) * columns;
-      float* row = y_levels > 0 ? normed.get() : static_cast<float*>(y->untyped_data()) + place;
+      float* row = y_levels > 0 ? normed : static_cast<float*>(y->untyped_data()) + place;
       layer.Finish(&sums[r * panels.width()], row);
       if (y_levels > 0) next.ToBytes(row, columns, static_cast<uint8_t*>(y->untyped_data()) + place);
     }
