@@ -1,7 +1,8 @@
 """Draws pictures of these pages: PYTHONPATH=. python docs/figures.py writes docs/images.
 
 score_*.png: left the score of every key in the plane for one query, right the attention map of
-tokens along a spiral. memory.svg: the table of docs/compiled.md.
+tokens along a spiral. memory.svg: the table of docs/compiled.md. eight_bits.svg: that of
+docs/eight_bits.md.
 """
 
 import re
@@ -99,12 +100,30 @@ def draw_memory(page: str) -> plt.Figure:
     return figure
 
 
+def draw_speed(page: str) -> plt.Figure:
+    """Of the last column of the table of networks, in batches of 8."""
+    table = page.partition("| two cores, 224 pixels |")[2].partition("\n\n")[0]
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines()[2:]]
+    speeds = sorted((8e3 / float(row[-1].split(",")[0]), row[0]) for row in rows)
+    figure, axes = report.new_figure(4.6, 2.7)
+    place = axes[0, 0]
+    ours = [name.startswith("ours, int8") for _, name in speeds]
+    colours = [report.line(0)["color"] if one else "#a5a5a5" for one in ours]
+    bars = place.barh([name for _, name in speeds], [speed for speed, _ in speeds], color=colours)
+    place.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
+    report.dress(place, xlabel="images a second, DeiT-Small, 224 pixels")
+    place.grid(False)
+    return figure
+
+
 def main() -> None:
     images = Path(__file__).parent / "images"
     for name in ("dot", "bilinear", "additive", "adder", "gaussian"):
         draw(name).savefig(images / f"score_{name}.png", dpi=110)
     page = (images.parent / "compiled.md").read_text()
     report.save_figure(draw_memory(page), images / "memory", ("svg",))
+    page = (images.parent / "eight_bits.md").read_text()
+    report.save_figure(draw_speed(page), images / "eight_bits", ("svg",))
 
 
 if __name__ == "__main__":
