@@ -59,11 +59,12 @@ def save_web(
       FileNotFoundError: no clang, or no lld, for networks in few bits.
     """
     shape = next(iter(networks.values())).image_shape
-    over = lambda values: np.broadcast_to(np.float32(values), shape[-1])
-    statistics: dict[str, Any] = dict(mean=over(mean), std=over(std))
+    # As the networks take them, in float32.
+    over = lambda values: tuple(np.broadcast_to(np.float32(values), shape[-1]).tolist())
+    statistics = {"mean": over(mean), "std": over(std)}
     data = {
         "image": shape,
-        **{name: values.tolist() for name, values in statistics.items()},
+        **statistics,
         "labels": label_names,
         "resized": resized,
         "examples": [{"label": k, "pixels": _text(image)} for k, image in examples.items()],

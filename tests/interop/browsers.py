@@ -33,7 +33,8 @@ class Chromium:
             start_new_session=True,
         )
         os.close(read), os.close(write)
-        self._answers, self._count, self.errors, self._session = open(answers, "rb"), 0, [], {}
+        self._answers = os.fdopen(answers, "rb")
+        self._count, self.errors, self._session = 0, [], {}
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         found = self.send("Target.attachToTarget", targetId=target, flatten=True)
         self._session = {"sessionId": found["sessionId"]}
@@ -108,11 +109,7 @@ class Firefox:
         self.send("WebDriver:Navigate", url=url)
 
     def run(self, expression):
-        script = "const done = arguments[0]; Promise.resolve(window.eval(arguments[1])).then(done);"
-        # Arguments come before the callback.
-        script = script.replace("arguments[0]", "arguments[1]", 1).replace(
-            "eval(arguments[1])", "eval(arguments[0])"
-        )
+        script = "Promise.resolve(window.eval(arguments[0])).then(arguments[1]);"
         found = self.send("WebDriver:ExecuteAsyncScript", script=script, args=[expression])
         return found["value"]
 
