@@ -129,12 +129,8 @@ def score_factors(attention: Any) -> np.ndarray:
 
 def _checked(model: Any) -> Any:
     """Refuses what the C file does not compute."""
-    if not isinstance(model, VisionTransformer):
-        got = f"a {type(model).__name__}"
-    elif model.dist_token is not None or len(model.patch_embed.stem):
-        got = "a distillation token or convolutions in front of the patches"
-    elif any(block.norm_position != "pre" for block in model.blocks):
-        got = "norm_position 'post'"
+    if got := unlike(model):
+        pass
     elif any(
         getattr(layer, "norm", None) is None
         for block in model.blocks
@@ -152,6 +148,17 @@ def _checked(model: Any) -> Any:
         f"scores in all blocks, patches cut from the image and float32 between, got {got}; export "
         "a program (--names=stablehlo)"
     )
+
+
+def unlike(model: Any) -> str | None:
+    """What tells a model from a vision transformer of patches and blocks with norms in front."""
+    if not isinstance(model, VisionTransformer):
+        return f"a {type(model).__name__}"
+    if model.dist_token is not None or len(model.patch_embed.stem):
+        return "a distillation token or convolutions in front of the patches"
+    if any(block.norm_position != "pre" for block in model.blocks):
+        return "norm_position 'post'"
+    return None
 
 
 def _linear_layers(block: Any) -> list[Any]:

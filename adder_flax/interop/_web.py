@@ -19,10 +19,13 @@ from adder_flax import counting, layers
 from adder_flax.attention import LAYER_NORM_EPSILON, get_score
 from adder_flax.files import write_whole
 from adder_flax.interop import _c
-from adder_flax.models import VisionTransformer
 from adder_flax.quantized import AdderLinear
 
 _HERE = Path(__file__).parent
+_FLAGS = (
+    "--target=wasm32 -std=c99 -O2 -fno-unroll-loops -msimd128 -mbulk-memory -fno-math-errno "
+    "-ffreestanding -nostdlib -nostdlibinc -I. -Wl,--no-entry,--strip-all,--allow-undefined"
+)
 _SCORES = ("dot", "adder", "gaussian", "bilinear", "additive")
 
 
@@ -133,12 +136,8 @@ def _block(attention: Any) -> dict[str, Any]:
 
 def _check(model: Any) -> None:
     """Refuses what the page does not compute."""
-    if not isinstance(model, VisionTransformer):
-        got = f"a {type(model).__name__}"
-    elif model.dist_token is not None or len(model.patch_embed.stem):
-        got = "a distillation token or convolutions in front of the patches"
-    elif any(block.norm_position != "pre" for block in model.blocks):
-        got = "norm_position 'post'"
+    if got := _c.unlike(model):
+        pass
     elif any(_block(b.attention)["score"] not in _SCORES for b in model.blocks):
         got = "another score"
     elif any("norm_scale" in block.attention.score for block in model.blocks):
@@ -169,10 +168,7 @@ def _compiled(source: str) -> bytes:
             (folder / header).touch()  # what they would declare is in web.c
         (folder / "model.c").write_text(source)
         shutil.copy(_HERE / "web.c", folder)
-        command = ["clang", "--target=wasm32", "-std=c99", "-O2", "-fno-unroll-loops"]
-        command += ["-msimd128", "-mbulk-memory", "-fno-math-errno", "-ffreestanding"]
-        command += ["-nostdlib", "-nostdlibinc", "-I.", "-Wl,--no-entry,--strip-all"]
-        command += ["-Wl,--allow-undefined", "-o", "web.wasm", "web.c"]
+        command = f"clang {_FLAGS} -o web.wasm web.c".split()
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         if done.returncode:
             raise ValueError(f"expected a clang that compiles for wasm32, got: {done.stderr}")

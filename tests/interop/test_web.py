@@ -199,7 +199,7 @@ def test_browsers_compute_what_float64_does(browser, page, networks, tmp_path):
         assert re.match(r"dot: \d, \d+\s%; [\d,]+ multiplications, [\d,]+ additions\.$", said)
         for pixels, logits in drawn:
             pixels = np.array(pixels, np.uint8).reshape(1, SIDE, SIDE, 1)
-            assert (pixels.max(2) > 60).all()  # there is ink, from the top to the bottom
+            assert (pixels.max(2) > 60).sum() >= 6  # rows with ink: it is enlarged
             for (name, model), found in zip(networks.items(), logits, strict=True):
                 np.testing.assert_allclose(found, exact(name, model, pixels)[0][0], atol=1e-5)
         assert not np.array_equal(*(pixels for pixels, _ in drawn))
