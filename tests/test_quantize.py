@@ -14,6 +14,7 @@ from adder_flax import interop, quantized, training
 from adder_flax.app import modes
 from adder_flax.experiments import common, g2p
 from tests.data.files import write_dictionary
+from tests.interop.test_web import HAS_CLANG, data_of
 from tests.test_predict import write_digits
 from tests.training.tiny import TINY
 
@@ -130,6 +131,18 @@ def test_c_is_written_of_it(workdir, capsys):
     modes.export_c(config_of(), str(workdir), "int8")
     assert "step 9 in 8 bits at" in capsys.readouterr().out
     assert sorted(path.name for path in (workdir / "c").iterdir()) == ["model.bin", "model.c"]
+
+
+@pytest.mark.skipif(not HAS_CLANG, reason="needs clang and lld")
+def test_a_page_has_the_checkpoint_and_what_is_there_of_it_in_few_bits(workdir, capsys):
+    modes.export(config_of(), str(workdir), "last", "web")
+    assert "model of step 9 at" in capsys.readouterr().out
+    found = data_of((workdir / "web.html").read_text())
+    assert [network["name"] for network in found["networks"]] == ["float32", "8 bits"]
+    multiplied, added = (found["networks"][0][name] for name in ("multiplications", "additions"))
+    assert 0 < 5 * multiplied < added
+    assert [example["label"] for example in found["examples"]] == list("0123456789")
+    assert (found["image"], found["mean"]) == ([8, 8, 1], [float(np.float32(0.3053))])
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ flags.DEFINE_boolean(
 )
 _NAMES = [
     *("adder_flax", "timm", "hugging_face", "transformers_5"),
-    *("stablehlo", "onnx", "hugging_face_folder", "c"),
+    *("stablehlo", "onnx", "hugging_face_folder", "c", "web"),
 ]
 _WEIGHTS = ["int8", "int6", "int5", "int4"]
 # Flags that some modes alone read: default, these modes, what it says.
@@ -92,7 +92,8 @@ _OF_MODES = {
         f"{', '.join(_NAMES)}: whose names and layouts the weights get; stablehlo: the whole "
         "model, a program for JAX alone; onnx: for ONNX Runtime; hugging_face_folder: as "
         "AutoModelForImageClassification loads it, with a model card; c: a file of C99 and one of "
-        "weights, of what --weights says",
+        "weights, of what --weights says; web: a page for a browser, with what --mode=quantize "
+        "wrote of the checkpoint beside it",
     ),
     "workers": (
         1,

@@ -403,7 +403,7 @@ def export(config: Any, workdir: str | Path, checkpoint: str, names: str) -> Non
         )
     state = _restore(run, workdir, checkpoint)
     model = run.model(training.fetch(training.evaluation_params(state), run.mesh))
-    path = Path(workdir) / {"onnx": "model.onnx"}.get(
+    path = Path(workdir) / {"onnx": "model.onnx", "web": "web.html"}.get(
         names, names if names in _WHOLE else f"{names}.safetensors"
     )
     if names in _WHOLE:
@@ -484,11 +484,41 @@ def _folder_writer(run: training.Run, model: Any, path: Path, step: int) -> Call
     )
 
 
+def _page_writer(run: training.Run, model: Any, path: Path, step: int) -> Callable[[], None]:
+    """What writes a page for a browser: a checkpoint, and what is there of it in few bits."""
+    source = data.require_kind(data.ImageSource, run.eval_source, "a page")
+    networks, facts = {"float32": model}, run.task.data_facts
+    for file in sorted(path.parent.glob("int?.safetensors"), reverse=True):
+        few, header = interop.load_integers(model, file, network=_network(run))
+        if header["notes"]["step"] == step:
+            networks[f"{header['bits']} bits"] = few
+    batch, names = source.first(_PAGE_EXAMPLES), source.label_names
+    # The first of each class, as later keys replace earlier ones.
+    first = dict(zip(batch["label"][::-1].tolist(), batch["image"][::-1], strict=True))
+    side = data.resized_side(source.image_shape[0], source.eval_crop_ratio)
+    return functools.partial(
+        interop.save_web,
+        networks,
+        path,
+        title=_run_name(run.config),
+        mean=facts.mean,
+        std=facts.std,
+        label_names=names,
+        examples={names[label]: first[label] for label in sorted(first)[:10]},
+        resized=side if source.crops_on_host else None,
+    )
+
+
+# Images of the evaluation split among which a page looks for one of each class.
+_PAGE_EXAMPLES = 200
+
+
 # What writes a whole model and not its weights alone.
 _WHOLE = {
     "stablehlo": functools.partial(_program_writer, interop.save_program),
     "onnx": functools.partial(_program_writer, interop.save_onnx),
     "hugging_face_folder": _folder_writer,
+    "web": _page_writer,
 }
 
 

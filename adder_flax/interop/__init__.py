@@ -16,6 +16,7 @@ from adder_flax.interop._integers import load_integers, save_integers
 from adder_flax.interop._names import FORMATS
 from adder_flax.interop._onnx import save_onnx
 from adder_flax.interop._program import save_program
+from adder_flax.interop._web import save_web
 
 __all__ = [
     "FORMATS",
@@ -29,6 +30,7 @@ __all__ = [
     "save_integers",
     "save_onnx",
     "save_program",
+    "save_web",
     "save_weights",
     "start_from",
 ]

@@ -32,6 +32,15 @@ def save_c(
     Raises:
       ValueError: another model.
     """
+    source, weights = program(model, mean=mean, std=std)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "model.bin", weights)
+    write_whole(folder / "model.c", source.encode())
+
+
+def program(model: Any, *, mean: tuple[float, ...], std: tuple[float, ...]) -> tuple[str, bytes]:
+    """Returns what `save_c` writes, the program's text and the weights."""
     model = _checked(model)
     rows, columns, channels = model.image_shape
     first = model.blocks[0]
@@ -67,10 +76,7 @@ def save_c(
     }
     source = Path(__file__).with_name("model.c").read_text()
     defined = "\n".join(f"#define {name} {value}" for name, value in told.items())
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "model.bin", content)
-    write_whole(folder / "model.c", source.replace("/* SIZES */", defined).encode())
+    return source.replace("/* SIZES */", defined), content
 
 
 def _parts(model: Any) -> list[np.ndarray]:
@@ -88,7 +94,7 @@ def _parts(model: Any) -> list[np.ndarray]:
             parts += _layer(layer)
         parts += _layer(attention.out, block.layer_scale1)
         ends = (_floats(attention.score[name]) for name in ("lowest", "step"))
-        parts += [np.stack([*ends], axis=-1), _score_factors(attention)]
+        parts += [np.stack([*ends], axis=-1), score_factors(attention)]
         parts += [*_norm(block.norm2), *_layer(mlp.fc1), *_layer(mlp.fc2, block.layer_scale2)]
     norm = model.norm if model.fc_norm is None else model.fc_norm
     return [*parts, *_norm(norm), _floats(model.head.kernel), _floats(model.head.bias)]
@@ -112,7 +118,8 @@ def _layer(layer: quantized.AdderLinear, layer_scale: Any = None) -> list[np.nda
     return [ends, np.asarray(weights.excess, "<f4"), *_norm(layer.norm, factor), filled]
 
 
-def _score_factors(attention: Any) -> np.ndarray:
+def score_factors(attention: Any) -> np.ndarray:
+    """What each head's scores are multiplied by."""
     settings = attention.settings
     scale = resolve_scale(settings.score, settings.scale, attention.head_dim)
     if settings.temperature != "learned":
@@ -122,12 +129,8 @@ def _score_factors(attention: Any) -> np.ndarray:
 
 def _checked(model: Any) -> Any:
     """Refuses what the C file does not compute."""
-    if not isinstance(model, VisionTransformer):
-        got = f"a {type(model).__name__}"
-    elif model.dist_token is not None or len(model.patch_embed.stem):
-        got = "a distillation token or convolutions in front of the patches"
-    elif any(block.norm_position != "pre" for block in model.blocks):
-        got = "norm_position 'post'"
+    if got := unlike(model):
+        pass
     elif any(
         getattr(layer, "norm", None) is None
         for block in model.blocks
@@ -145,6 +148,17 @@ def _checked(model: Any) -> Any:
         f"scores in all blocks, patches cut from the image and float32 between, got {got}; export "
         "a program (--names=stablehlo)"
     )
+
+
+def unlike(model: Any) -> str | None:
+    """What tells a model from a vision transformer of patches and blocks with norms in front."""
+    if not isinstance(model, VisionTransformer):
+        return f"a {type(model).__name__}"
+    if model.dist_token is not None or len(model.patch_embed.stem):
+        return "a distillation token or convolutions in front of the patches"
+    if any(block.norm_position != "pre" for block in model.blocks):
+        return "norm_position 'post'"
+    return None
 
 
 def _linear_layers(block: Any) -> list[Any]:

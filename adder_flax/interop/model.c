@@ -12,10 +12,12 @@
  * lies beyond the largest or smallest of these numbers is clamped; for the weights that takes a
  * constant from each output, `excess`, which is added again. For the inputs it takes the same from
  * all outputs, which the LayerNorm behind takes off anyway.
+ *
+ * With LIBRARY defined there is no main: a program that includes this file fills `model`, asks
+ * `check` and calls `classify`, which leaves in `looks` what each head looked at.
  */
 #include <math.h>
 #include <stdint.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -70,6 +72,11 @@ typedef struct {
 } Model;
 
 static Model model;
+
+/* The weights that each head gives each token for what the class is read from: the row of the
+ * class token, or with MEAN_POOLING the mean of the patches' rows. */
+static real looks[DEPTH][HEADS][TOKENS];
+
 typedef char no_gap_in_model[sizeof(Model) == MODEL_BYTES ? 1 : -1];
 
 /* Returns the sum of |a[k] - b[k]|: the one loop that takes the time. Compilers know it, in this
@@ -122,7 +129,7 @@ static void adder(const real *x, real *y, int inputs, int outputs, Grid grid, co
 
 /* y[i] = sum over j of softmax_j(factor * score(q[i], k[j])) v[j], and v[i] where IDENTITY. */
 static void attend(real query[TOKENS][WIDTH], real key[TOKENS][WIDTH], real value[TOKENS][WIDTH],
-                   real output[TOKENS][WIDTH], const Block *block)
+                   real output[TOKENS][WIDTH], const Block *block, real look[HEADS][TOKENS])
 {
     static uint8_t queries[TOKENS][HEAD], keys[TOKENS][HEAD];
     static real excess[TOKENS], weight[TOKENS];
@@ -150,6 +157,9 @@ static void attend(real query[TOKENS][WIDTH], real key[TOKENS][WIDTH], real valu
                 weight[j] = exp(weight[j] - largest);
                 sum += weight[j];
             }
+            const real share = MEAN_POOLING ? (real)(i >= PREFIX) / PATCHES : i == 0;
+            for (int j = 0; j < TOKENS && share > 0; j++)
+                look[head][j] += share * weight[j] / sum;
             for (int c = first; c < first + HEAD; c++) {
                 real mixed = 0;
                 for (int j = 0; j < TOKENS; j++)
@@ -160,7 +170,7 @@ static void attend(real query[TOKENS][WIDTH], real key[TOKENS][WIDTH], real valu
     }
 }
 
-static void apply_block(real token[TOKENS][WIDTH], const Block *block)
+static void apply_block(real token[TOKENS][WIDTH], const Block *block, real look[HEADS][TOKENS])
 {
     static real query[TOKENS][WIDTH], key[TOKENS][WIDTH], value[TOKENS][WIDTH];
     static real mixed[TOKENS][WIDTH], row[WIDTH], hidden[HIDDEN];
@@ -171,7 +181,7 @@ static void apply_block(real token[TOKENS][WIDTH], const Block *block)
         ADDER(block->key, row, key[i], WIDTH, WIDTH);
         ADDER(block->value, row, value[i], WIDTH, WIDTH);
     }
-    attend(query, key, value, mixed, block);
+    attend(query, key, value, mixed, block, look);
     for (int i = 0; i < TOKENS; i++) {
         ADDER(block->out, mixed[i], row, WIDTH, WIDTH);
         for (int c = 0; c < WIDTH; c++)
@@ -215,8 +225,9 @@ static void classify(const uint8_t *image, real logits[CLASSES])
 {
     static real token[TOKENS][WIDTH], pooled[WIDTH];
     embed(image, token);
+    memset(looks, 0, sizeof looks);
     for (int number = 0; number < DEPTH; number++)
-        apply_block(token, &model.block[number]);
+        apply_block(token, &model.block[number], looks[number]);
     for (int i = 0; i < TOKENS && !FC_NORM; i++)
         normalize(token[i], model.norm.scale, model.norm.bias, WIDTH, EPSILON);
     memcpy(pooled, token[0], sizeof pooled);
@@ -247,10 +258,22 @@ static uint32_t checksum(void)
     return ~sum;
 }
 
-/* Returns NULL, or what is wrong with the weights file. */
-static const char *load(const char *path)
+/* Returns NULL, or what is wrong with the weights. */
+static const char *check(void)
 {
     static const uint32_t sizes[SIZES_COUNT] = {SIZES_LIST};
+    if (memcmp(model.magic, "ADDER8C1", 8) || memcmp(model.sizes, sizes, sizeof sizes))
+        return "weights of this network on a little-endian processor, got others";
+    if (model.checksum != checksum())
+        return "the bytes that were written, got damaged ones";
+    return NULL;
+}
+
+#ifndef LIBRARY
+#include <stdio.h>
+
+static const char *load(const char *path)
+{
     FILE *file = fopen(path, "rb");
     if (!file)
         return "a readable file, got none";
@@ -259,11 +282,7 @@ static const char *load(const char *path)
     fclose(file);
     if (whole != 1 || rest != EOF)
         return "as many bytes as this network's weights have, got others";
-    if (memcmp(model.magic, "ADDER8C1", 8) || memcmp(model.sizes, sizes, sizeof sizes))
-        return "weights of this network on a little-endian processor, got others";
-    if (model.checksum != checksum())
-        return "the bytes that were written, got damaged ones";
-    return NULL;
+    return check();
 }
 
 int main(int count, char **arguments)
@@ -296,3 +315,4 @@ int main(int count, char **arguments)
     }
     return 0;
 }
+#endif

@@ -56,7 +56,7 @@ def adder(x, layer):
     return norm(-(sums * wide(grid.scale) + wide(layer.weights.excess)), layer.norm)
 
 
-def attended(x, attention, bits, identity):
+def attended(x, attention, bits, identity, maps):
     heads, width = attention.num_heads, attention.head_dim
     split = lambda y: y.reshape(*y.shape[:-1], heads, width).swapaxes(-2, -3)
     query, key, value = (
@@ -71,12 +71,17 @@ def attended(x, attention, bits, identity):
         factor = factor * np.exp(-wide(attention.log_temperature))
     scores = -(sums * step + beyond[..., None, :]) * np.float32(factor)[:, None, None]
     weights = np.exp(scores - scores.max(-1, keepdims=True))
-    mixed = weights / weights.sum(-1, keepdims=True) @ value + identity * value
+    maps.append(weights / weights.sum(-1, keepdims=True))
+    mixed = maps[-1] @ value + identity * value
     return adder(mixed.swapaxes(-2, -3).reshape(x.shape), attention.out)
 
 
-def logits_in_float64(model, images, bits=8, identity=True, **_):
-    """The network in few bits by NumPy; only rounding to bytes is in float32, as it is defined."""
+def logits_in_float64(model, images, bits=8, identity=True, maps=None, **_):
+    """The network in few bits by NumPy; only rounding to bytes is in float32, as it is defined.
+
+    `maps`, a list, gets the softmax of each block.
+    """
+    maps = [] if maps is None else maps
     images, (rows, columns) = images.astype(float), model.grid
     side = images.shape[1] // rows
     patches = images.reshape(len(images), rows, side, columns, side, -1).swapaxes(2, 3)
@@ -86,7 +91,7 @@ def logits_in_float64(model, images, bits=8, identity=True, **_):
     tokens = np.concatenate([*front, patches + wide(model.patch_embed.proj.bias)], axis=1)
     tokens = tokens + wide(model.pos_embed)
     for block in model.blocks:
-        added = attended(norm(tokens, block.norm1), block.attention, bits, identity)
+        added = attended(norm(tokens, block.norm1), block.attention, bits, identity, maps)
         scale1, scale2 = (
             1.0 if layer.scale is None else wide(layer.scale)
             for layer in (block.layer_scale1, block.layer_scale2)
