@@ -143,8 +143,9 @@ def _key_heads(module: MultiHeadAttention | SequenceAttention) -> int:
 
 
 def _put_score(module: MultiHeadAttention | SequenceAttention, grid: Grid) -> None:
+    score = byte_score(grid.bits)
     module.settings = dataclasses.replace(
-        module.settings, score=byte_score(grid.bits), score_options={}
+        module.settings, score=score, score_options=score.own_options(None)
     )
     ends: dict[str, Any] = {"lowest": grid.lowest, "step": grid.scale}
     if isinstance(module, MultiHeadAttention):

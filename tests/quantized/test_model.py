@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from adder_flax import layers, quantized
-from adder_flax.attention import MultiHeadAttention, attend
+from adder_flax.attention import MultiHeadAttention, attend, capture_attention
 from adder_flax.models import Autoencoder, Seq2Seq, VisionTransformer
 from adder_flax.quantized import byte_score, byte_scores, calibrate_scores
 
@@ -79,6 +79,14 @@ def test_between_the_layers_of_an_mlp_stand_bytes_alone():
     assert program.count("method=sad_norm") == 6 * SIZES["depth"]
     assert program.count("method=sad_attention") == SIZES["depth"]
     assert not [name for name in ("erf", "softmax", "exp ") if name in program]
+
+
+def test_maps_of_a_model_in_few_bits_are_captured_and_near():
+    model = transformer()
+    few = quantized.quantize_model(model, images())
+    for got, expected in zip(*(capture_attention(m, images(3)) for m in (few, model)), strict=True):
+        np.testing.assert_allclose(got.sum(-1), 2.0, atol=1e-5)  # with the identity map
+        np.testing.assert_allclose(got, expected, atol=0.05)
 
 
 def test_a_head_s_grid_is_its_own_and_errs_least_of_the_tried():
