@@ -1,5 +1,6 @@
 """Placement rules, and one device against eight simulated ones."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -24,6 +25,16 @@ def _mesh(**sizes):
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
+@functools.cache
+def _state_and_facts():
+    model = nnx.eval_shape(lambda: deit_tiny(num_heads=4, depth=4, rngs=nnx.Rngs(0)))
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    factors = [jax.ShapeDtypeStruct((1, n, n), "float32") for n in (192, 195, 64)]
+    moments = jax.eval_shape(optax.adam(1.0).init, params)[0]
+    state = {"step": jax.ShapeDtypeStruct((), "int32"), "params": params}
+    return state | {"opt_state": {"factors": factors, "0": moments}}, parameter_facts(model)
+
+
 @pytest.mark.parametrize(
     ("path", "mesh", "spec"),
     [
@@ -46,13 +57,8 @@ def _mesh(**sizes):
     ],
 )
 def test_placement_by_the_names_that_layers_give_to_their_axes(path, mesh, spec):
-    model = nnx.eval_shape(lambda: deit_tiny(num_heads=4, depth=4, rngs=nnx.Rngs(0)))
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    state = {"step": jax.ShapeDtypeStruct((), "int32"), "params": params}
-    factors = [jax.ShapeDtypeStruct((1, n, n), "float32") for n in (192, 195, 64)]
-    moments = jax.eval_shape(optax.adam(1.0).init, params)[0]
-    state["opt_state"] = {"factors": factors, "0": moments}
-    placed = state_sharding(state, mesh, parameter_facts(model))
+    state, facts = _state_and_facts()
+    placed = state_sharding(state, mesh, facts)
     specs = {tree_path(key): leaf.spec for key, leaf in jax.tree_util.tree_leaves_with_path(placed)}
     assert specs[path] == spec
 
@@ -191,11 +197,6 @@ def multiplicative():
 
 
 @pytest.mark.slow
-def test_a_multiplicative_transformer_on_eight_devices_gives_the_numbers_of_one(multiplicative):
-    _agree(list(multiplicative.values()), "adamw")
-
-
-@pytest.mark.slow
 def test_one_device_and_data_parallel_steps_hold_the_collectives_they_must(multiplicative):
     assert multiplicative[1, 1, 1]["collectives"] == {}
     data_parallel = multiplicative[8, 1, 1]
@@ -228,8 +229,6 @@ def test_the_state_is_donated_on_every_mesh(multiplicative):
 
 @pytest.mark.slow
 def test_tensor_parallel_steps_reduce_activations(multiplicative):
-    assert multiplicative[1, 1, 2]["collectives"]["all-reduce"] > 0
-    assert (
-        multiplicative[1, 1, 2]["state_bytes_on_first"]
-        < 0.7 * multiplicative[1, 1, 2]["state_bytes"]
-    )
+    split = multiplicative[1, 1, 2]
+    assert split["collectives"]["all-reduce"] > 0
+    assert split["state_bytes_on_first"] < 0.7 * split["state_bytes"]

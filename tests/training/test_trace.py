@@ -56,16 +56,14 @@ def test_the_trace_of_a_step_stays_short(tiny_config):
     assert calls.total() < 1100
 
 
-@pytest.mark.parametrize("error", [TypeError("odd"), ValueError("odd"), AssertionError("odd")])
-def test_whatever_fails_in_the_optimizer_is_one_message(error, tiny_config):
+def test_whatever_fails_in_the_optimizer_is_one_message(tiny_config):
     def update(*args, **options):
-        raise error
+        raise ValueError("odd")
 
     broken = optax.GradientTransformation(lambda params: (), update)
     with optimizers.OPTIMIZERS.temporary():
         optimizers.register_optimizer("broken")(lambda spec: broken)
         run = training.build_run(tiny_config(**{"optimizer.name": "broken"}))
-    with pytest.raises(
-        RunError, match="expected a training step that can be traced, got .*odd.*config.optimizer"
-    ):
+    said = "expected a training step that can be traced, got .*odd.*config.optimizer"
+    with pytest.raises(RunError, match=said):
         training.trace(run)
