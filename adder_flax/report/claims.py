@@ -39,12 +39,8 @@ class ModelReport:
     Attributes:
       mechanism: name of its attention score, and that it goes without the identity map where others
         have it.
-      data: name of its data set.
       size: number of blocks and their width.
-      seed: of the run.
-      split: on which it was evaluated along training.
-      accuracy: of its last evaluation there, nan if none is recorded.
-      claims: by name.
+      accuracy: of its last evaluation on ``split``, nan if none is recorded.
       directory: of the report.
     """
 
@@ -64,11 +60,7 @@ class ModelReport:
 
 
 def read_report(workdir: str | Path) -> ModelReport:
-    """Reads what ``--mode=analyze`` left in the directory of a run.
-
-    Raises:
-      FileNotFoundError: there is no report.
-    """
+    """Reads what ``--mode=analyze`` left in the directory of a run."""
     workdir = Path(workdir)
     table = workdir / "report" / "claims.csv"
     if not table.exists():
@@ -101,14 +93,7 @@ _Groups = Mapping[str, Sequence[ModelReport]]
 
 
 class Told(NamedTuple):
-    """A claim with what was found, by mechanism.
-
-    Attributes:
-      name, statement, source: as the claim has them.
-      verdicts: over the seeds of each mechanism on which it was measured.
-      numbers: of the first seed of each.
-      figure: a link to it, or nothing.
-    """
+    """A claim with verdicts over the seeds of each mechanism, and numbers of the first of them."""
 
     name: str
     statement: str
@@ -276,7 +261,10 @@ def write_claims(
     groups, told = _groups(reports), told_of(reports)
     page = document.render(
         "claims.md",
-        models=_models(groups),
+        models=[
+            (group, ", ".join(f"{report.accuracy:.4f}" for report in of_group))
+            for group, of_group in groups.items()
+        ],
         size=", ".join(dict.fromkeys("{} blocks of width {}".format(*r.size) for r in reports)),
         tally=_tally(groups),
         commands=_commands(groups),
@@ -302,14 +290,6 @@ def write_claims(
             small = image.convert("RGB").quantize(256)
             small.save(images / f"{owner}-{figure}.png", optimize=True)
     return out
-
-
-def _models(groups: _Groups) -> list[tuple[str, str]]:
-    """Each mechanism with the accuracies of its seeds."""
-    return [
-        (group, ", ".join(f"{report.accuracy:.4f}" for report in reports))
-        for group, reports in groups.items()
-    ]
 
 
 def _tally(groups: _Groups) -> str:

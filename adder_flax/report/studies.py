@@ -21,13 +21,7 @@ _STUDIED_STEPS = 3
 
 
 class Trained(NamedTuple):
-    """A run at a checkpoint.
-
-    Attributes:
-      name: in captions.
-      run: as it was built.
-      state: that was restored.
-    """
+    """A run at a checkpoint, with its name in captions and the state that was restored."""
 
     name: str
     run: "Run"
