@@ -9,8 +9,6 @@ The order and the defaults of the ranges are those of DeiT
 three-augment, colour jitter, normalisation, random erasing, Mixup or CutMix.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -258,7 +258,6 @@ NO_SETS = {"data_dir": str(Path(__file__).parent)}
     [
         (("digits", "val"), r"split out of \('train', 'test'\) of digits, got 'val'"),
         (("fake", "val"), "of fake, got 'val'"),
-        (("fake", "train", {"num_examples": -1}), "at least one example"),
         (("digits", "train", {"image_size": 9}), "image_size 8 for digits, got 9"),
         (("digits", "train", {"num_classes": 9}), "num_classes only for 'fake'"),
         (("folder", "train"), "data_dir=<root of the image folder>"),
