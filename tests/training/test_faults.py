@@ -28,10 +28,8 @@ def folder_config(tiny_config, tmp_path):
 
 
 def test_an_undecodable_image_stops_the_run_with_its_name(folder_config, tmp_path):
-    with pytest.raises(
-        RunError,
-        match=r"readable image in record 21 .*bird/7.png.*--config.data.on_unreadable=skip",
-    ):
+    said = r"readable image in record 21 .*bird/7.png.*--config.data.on_unreadable=skip"
+    with pytest.raises(RunError, match=said):
         modes.train(folder_config, tmp_path / "run")
 
 
@@ -52,9 +50,8 @@ def test_images_that_were_removed_are_told(folder_config, tmp_path):
         for path in sorted(folder.iterdir())[4:]:
             path.unlink()
     smaller = training.build_run(folder_config)
-    with pytest.raises(
-        RunError, match="at least the 3 steps .* one of 1: .* train 24 records then, 8 now"
-    ):
+    said = "at least the 3 steps .* one of 1: .* train 24 records then, 8 now"
+    with pytest.raises(RunError, match=said):
         training.Trainer(smaller, tmp_path / "run").fit()
 
 

@@ -60,9 +60,8 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
                 writer.write(step, {"train/loss": step / 2, "eval/accuracy": 0.25})
     found = [event for event in events(tmp_path) if event.step]
     assert [event.step for event in found] == [1, 2, 3, 3, 3, 4, 5]
-    assert (
-        found[3].session_log.status == SessionLog.START
-    )  # of the second start: what was said of 3 is forgotten
+    # Of the second start: what was said of 3 is forgotten.
+    assert found[3].session_log.status == SessionLog.START
     numbers = [{value.tag: value.simple_value for value in event.summary.value} for event in found]
     assert numbers[1:4:2] + numbers[6:] == [
         {"train/loss": 1.0, "eval/accuracy": 0.25},

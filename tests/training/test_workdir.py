@@ -123,10 +123,8 @@ def one_step(config, harm):
 def test_a_state_that_is_not_finite_is_neither_saved_nor_scored(tiny_config, tmp_path):
     config = tiny_config("multiplicative", num_epochs=0.02)
     run = one_step(config, lambda kernel: kernel.at[3, 3].set(np.inf))
-    with pytest.raises(
-        NonFiniteLossError,
-        match="step 1 of 1, got an infinity or NaN in params/head/kernel;.*none yet",
-    ):
+    said = "step 1 of 1, got an infinity or NaN in params/head/kernel;.*none yet"
+    with pytest.raises(NonFiniteLossError, match=said):
         Trainer(run, open_workdir(tmp_path, config)).fit()
     assert training.SavedCheckpoints(tmp_path / "checkpoints").steps == []
     assert not any("eval/loss" in row for row in read_metrics(tmp_path))
@@ -142,8 +140,7 @@ def test_a_state_whose_score_is_not_finite_is_not_saved_unless_told_to_go_on(
     if non_finite == "skip":
         assert trainer.fit().step == 1
         return
-    with pytest.raises(
-        NonFiniteLossError, match="evaluation after step 1 of 1, got (nan|inf); .*none yet"
-    ):
+    said = "evaluation after step 1 of 1, got (nan|inf); .*none yet"
+    with pytest.raises(NonFiniteLossError, match=said):
         trainer.fit()
     assert training.SavedCheckpoints(tmp_path / "checkpoints").steps == []
