@@ -39,7 +39,8 @@ def choose_operation(
     >>> ramp = jnp.tile(jnp.array([10, 60, 110], jnp.uint8)[:, None], (4, 1, 1, 1))
     >>> names = ("invert", "auto_contrast", "solarize_add", "translate_x")
     >>> places = jnp.array([OPERATIONS.index(name) for name in names])
-    >>> choose_operation(places, ramp, jnp.array([0, 0, 128, -1 / 3]))[:, 0, :, 0].tolist()
+    >>> arguments = jnp.array([0, 0, 128, -1 / 3])
+    >>> jax.jit(choose_operation)(places, ramp, arguments)[:, 0, :, 0].tolist()
     [[245, 195, 145], [0, 127, 255], [138, 188, 238], [128, 10, 60]]
 
     Args:
@@ -270,7 +271,7 @@ def gaussian_blur(images: Levels, radius: Argument | float) -> Levels:
     radius of 2 a box has at most five pixels.
 
     >>> dot = jnp.zeros((1, 1, 5, 1), jnp.uint8).at[0, 0, 2, 0].set(255)
-    >>> gaussian_blur(dot, 0.5).ravel().tolist()
+    >>> jax.jit(gaussian_blur)(dot, 0.5).ravel().tolist()
     [1, 27, 199, 27, 1]
     """
     radius = jnp.broadcast_to(jnp.asarray(radius, jnp.float32), images.shape[:1])

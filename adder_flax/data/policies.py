@@ -36,7 +36,8 @@ def rand_augment(
 
     >>> settings = AugmentSettings(rand_augment_magnitude=9.0, rand_augment_std=0.5)
     >>> photographs = jnp.arange(4 * 8 * 8 * 3).reshape(4, 8, 8, 3).astype(jnp.uint8)
-    >>> augmented = rand_augment(jax.random.key(0), photographs, settings)
+    >>> step = jax.jit(lambda key: rand_augment(key, photographs, settings))
+    >>> augmented = step(jax.random.key(0))
     >>> augmented.shape, augmented.dtype
     ((4, 8, 8, 3), dtype('uint8'))
 

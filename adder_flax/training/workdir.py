@@ -95,6 +95,10 @@ def read_file(path: Path) -> bytes | None:
         return path.read_bytes()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise RunError(
+            f"expected to read {path}, got: {error.strerror}; make it readable, or move it away"
+        ) from error
 
 
 def write_data(workdir: str | Path, records: Mapping[str, int]) -> None:
