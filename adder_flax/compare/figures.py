@@ -152,12 +152,7 @@ def curves(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
 
 
 def _curves(
-    name: str,
-    best: str,
-    rows: Sequence[Row],
-    unit: Mapping[str, float],
-    xlabel: str,
-    caption: str,
+    name: str, best: str, rows: Sequence[Row], unit: Mapping[str, float], xlabel: str, caption: str
 ) -> Picture:
     figure, axes = report.new_figure(WIDTH, _HEIGHT + _legend_inches(rows))
     data: dict[str, np.ndarray] = {}

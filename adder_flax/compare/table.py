@@ -386,10 +386,7 @@ def _fewer_trials(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
     (best, largest), most = comparison.best, max(map(len, tried.values()))
     counts = [n for n in _FEWER_TRIALS if n < most] + [most]
     lines = [
-        [
-            name,
-            *(f"{best_of_fewer(t, n, largest=largest):.4f}" for n in counts if n <= len(t)),
-        ]
+        [name, *(f"{best_of_fewer(t, n, largest=largest):.4f}" for n in counts if n <= len(t))]
         for name, t in tried.items()
     ]
     what = (

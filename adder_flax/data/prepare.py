@@ -40,11 +40,7 @@ with needs("data"):
     from PIL import Image
     from tensorflow_datasets.core.download.download_manager import NonMatchingChecksumError
 
-_NOT_DOWNLOADED = (
-    requests.RequestException,
-    tfds.download.DownloadError,
-    NonMatchingChecksumError,
-)
+_NOT_DOWNLOADED = (requests.RequestException, tfds.download.DownloadError, NonMatchingChecksumError)
 
 
 def prepare(

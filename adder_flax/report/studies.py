@@ -73,10 +73,7 @@ def study_classification(trained: Trained, baseline: Trained | None) -> ImageStu
         untrained=observe("untrained", run.model(start["params"]), images),
         pictures=batch["image"],
         label_names=source.label_names,
-        second_order={
-            "from the start": steps(start),
-            "from the checkpoint": steps(trained.state),
-        },
+        second_order={"from the start": steps(start), "from the checkpoint": steps(trained.state)},
         peak_learning_rate=run.config.optimizer.learning_rate,
     )
 

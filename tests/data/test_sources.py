@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +30,7 @@ from adder_flax.data._images import (
     random_crop_box,
 )
 from tests.data.files import encode, smooth_image
+from tests.processes import run_code
 
 
 @pytest.fixture
@@ -83,7 +82,7 @@ def loads_none_of(heavy, *arguments, **options):
     code = "import sys; from adder_flax.data import load_source\n"
     code += f"load_source(*{arguments}, **{options})[0]\n"
     code += f"assert not sys.modules.keys() & {set(heavy)}"
-    subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run_code(code)
 
 
 def test_digits_do_not_import_scikit_learn():

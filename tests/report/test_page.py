@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from adder_flax.counting import count_operations
 from adder_flax.models import VisionTransformer
@@ -41,9 +42,11 @@ def report(tmp_path_factory):
     steps = {"start": [step_of(0.3)], "end": [step_of(0.2, learning_rate=1e-5)], "nothing": []}
     options = dict(name="adder <small>", second_order=steps, peak_learning_rate=1e-3)
     folder = tmp_path_factory.mktemp("report")
-    with pytest.MonkeyPatch.context() as patch:  # each size takes six traces of a whole network
+    with pytest.MonkeyPatch.context() as patch:
+        # Each size takes six traces of a whole network; how figures are laid out is not looked at.
         patch.delitem(SIZES_OF_DEIT, "DeiT-S")
         patch.delitem(SIZES_OF_DEIT, "DeiT-B")
+        patch.setattr(ConstrainedLayoutEngine, "execute", lambda engine, figure: None)
         return write_report(model_of(**adder), IMAGES, LABELS, folder, **others, **options)
 
 

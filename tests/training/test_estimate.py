@@ -3,8 +3,6 @@
 import dataclasses
 import importlib.util
 import re
-import subprocess
-import sys
 import types
 
 import jax
@@ -15,7 +13,7 @@ from adder_flax.experiments import common
 from adder_flax.training import RunError, estimate, topology_devices
 from adder_flax.training.estimate import _excess, _working_memory
 from adder_flax.training.topology import GIB, compiler_folder, memory_bytes
-from tests.processes import ROOT, simulated_devices
+from tests.processes import run_code
 from tests.training.tiny import TINY, TINY_FLAGS
 
 needs_libtpu = pytest.mark.skipif(
@@ -126,15 +124,7 @@ for gib in (2, 4):
 
 @needs_libtpu
 def test_the_compilers_complaint_counts_arguments():
-    done = subprocess.run(
-        [sys.executable, "-c", _ARGUMENTS_COUNT],
-        env=simulated_devices(1),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["accepted", "8.0"]
+    assert run_code(_ARGUMENTS_COUNT).split() == ["accepted", "8.0"]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 import functools
 import json
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -17,7 +15,7 @@ from adder_flax.models import deit_tiny
 from adder_flax.parameters import parameter_facts
 from adder_flax.training import RunError
 from adder_flax.training.sharding import make_mesh, state_sharding, tree_path
-from tests.processes import ROOT, simulated_devices
+from tests.processes import run_code
 
 
 def _mesh(**sizes):
@@ -122,16 +120,8 @@ for mesh in [(1, 1, 1), *map(json.loads, meshes)]:
 
 def _train(mechanism, *meshes, **fields):
     """Trains four steps on one device and on each mesh of eight simulated ones."""
-    done = subprocess.run(
-        [sys.executable, "-c", _TRAIN, mechanism, json.dumps(fields), *map(json.dumps, meshes)],
-        env=simulated_devices(8),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    arguments = mechanism, json.dumps(fields), *map(json.dumps, meshes)
+    return list(map(json.loads, run_code(_TRAIN, *arguments, devices=8).splitlines()))
 
 
 MECHANISMS = ("multiplicative", "additive", "adder")
