@@ -11,7 +11,7 @@ import numpy as np
 
 from adder_flax import report
 from adder_flax.compare.run import Comparison
-from adder_flax.compare.table import Row
+from adder_flax.compare.table import TOLD, Row
 from adder_flax.compare.timing import TIMING, read_timing
 from adder_flax.paired import performance_profiles
 from adder_flax.report import Picture
@@ -41,24 +41,21 @@ class Line(NamedTuple):
     told: bool = False
 
 
-def forest(comparison: Comparison, rows: Sequence[Row], told: Sequence[bool]) -> list[Picture]:
-    """Returns the differences with their intervals, filled where a row is told from its baseline.
-
-    Nothing where none is known.
-    """
+def forest(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
+    """Returns the differences with their intervals, nothing where none is known."""
     if not any(row.difference for row in rows):
         return []
     lines = []
-    for row, sure in zip(rows, told, strict=True):
+    for row in rows:
         if found := row.difference:
-            lines.append(Line(row.arm.name, found.mean, found.low, found.high, sure))
+            lines.append(Line(row.arm.name, found.mean, found.low, found.high, row.told in TOLD))
         elif row.scores:
             lines.append(Line(row.arm.name))
     best, largest = comparison.best
     baselines = [line.name for line in lines if line.mean is None]
     means = {line.name: line.mean for line in lines if line.mean is not None}
-    ends = (min(means, key=means.__getitem__), max(means, key=means.__getitem__))
-    ends = " to ".join(f"{means[name]:+.4f} ({name})" for name in dict.fromkeys(ends))
+    farthest = dict.fromkeys(end(means, key=means.__getitem__) for end in (min, max))
+    ends = " to ".join(f"{means[name]:+.4f} ({name})" for name in farthest)
     figure, axes = report.new_figure(WIDTH, 0.8 + 0.27 * len(lines))
     data = draw_forest(axes[0, 0], lines, f"difference in test {_words(best)}", largest=largest)
     of = baselines[0] if len(baselines) == 1 else "the baseline of each"
