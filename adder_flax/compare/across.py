@@ -39,7 +39,6 @@ class Workload:
     """A comparison among others.
 
     Attributes:
-      runs: its final runs.
       largest: whether a larger score is better.
       step_seconds: machine → arm → seconds, the arms timed in turn; none where that was not done.
       timed: machine → with what and when.

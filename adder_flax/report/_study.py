@@ -119,13 +119,7 @@ class AnyStudy(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model at work on the images of the report.
-
-    Attributes:
-      name: in legends.
-      model: the model.
-      captured: its forward pass.
-    """
+    """A model at work on the images of the report, by its name in legends."""
 
     name: str
     model: nnx.Module

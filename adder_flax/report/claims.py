@@ -90,6 +90,7 @@ def _accuracy(metrics: Path) -> float:
 
 
 _Groups = Mapping[str, Sequence[ModelReport]]
+_Made = dict[str, list[Claim]]  # a claim by the groups that have it
 
 
 class Told(NamedTuple):
@@ -109,13 +110,12 @@ def told_of(reports: Sequence[ModelReport]) -> list[Told]:
     Over the seeds of a mechanism a verdict is counted, or decided by the interval of what decides
     it.
     """
-    groups = _groups(reports)
-    return [_told(name, groups) for name in _names(groups)]
+    return list(map(_told, _by_name(_groups(reports))))
 
 
-def _told(name: str, groups: _Groups) -> Told:
-    found = _made(name, groups)
-    owner, (claim, *_) = next(iter((found or _made(name, groups, measured=False)).items()))
+def _told(made: _Made) -> Told:
+    found = _measured(made)
+    owner, (claim, *_) = next(iter((found or made).items()))
     return Told(
         claim.name,
         claim.statement,
@@ -164,20 +164,19 @@ def by_model(told: Sequence[Told], field: str) -> str:
     return "\n".join(f"| {' | '.join(c.replace('|', '&#124;') for c in line)} |" for line in lines)
 
 
-def _names(groups: _Groups) -> list[str]:
-    """Of all claims, in the order in which they are met."""
-    every = itertools.chain.from_iterable(groups.values())
-    return list(dict.fromkeys(name for report in every for name in report.claims))
+def _by_name(groups: _Groups) -> list[_Made]:
+    """Each claim in the reports of the groups, in the order in which they are met."""
+    made: dict[str, _Made] = {}
+    for group, reports in groups.items():
+        for report in reports:
+            for name, claim in report.claims.items():
+                made.setdefault(name, {}).setdefault(group, []).append(claim)
+    return list(made.values())
 
 
-def _made(name: str, groups: _Groups, *, measured: bool = True) -> dict[str, list[Claim]]:
-    """A claim in the reports of each group, where it is in some."""
-    claims = {
-        group: [claim for report in reports if (claim := report.claims.get(name))]
-        for group, reports in groups.items()
-    }
-    wanted = lambda claim: not measured or claim.verdict != NOT_MEASURED
-    return {group: found for group, of in claims.items() if (found := [*filter(wanted, of)])}
+def _measured(made: _Made) -> _Made:
+    wanted = lambda claim: claim.verdict != NOT_MEASURED
+    return {group: found for group, of in made.items() if (found := [*filter(wanted, of)])}
 
 
 def _groups(reports: Sequence[ModelReport]) -> dict[str, list[ModelReport]]:
@@ -295,8 +294,8 @@ def write_claims(
 def _tally(groups: _Groups) -> str:
     """How the claims stand, over all models that they were measured on."""
     kinds: Counter[str] = Counter()
-    for name in _names(groups):
-        verdicts = {_verdict(claims) for claims in _made(name, groups).values()}
+    for made in _by_name(groups):
+        verdicts = {_verdict(claims) for claims in _measured(made).values()}
         [kind] = verdicts if len(verdicts) == 1 else [None if verdicts else NOT_MEASURED]
         kind = "differ between models" if kind is None else kind
         kinds["hold under a condition" if kind.startswith("holds only") else kind] += 1

@@ -141,15 +141,6 @@ def test_an_image_may_have_several_right_labels_or_none(tiny_config, tmp_path):
     assert not {"eval/any_label_accuracy", "eval/labelled"} & without.keys()
 
 
-@pytest.mark.slow
-def test_resume_of_a_complete_run_trains_no_further(tiny_config, tmp_path, capsys):
-    _, first = fit(tiny_config(), tmp_path)
-    _, second = fit(tiny_config(), tmp_path)
-    assert "already complete at step 9" in capsys.readouterr().out
-    assert_same_bits(second.state, first.state)
-    assert second.evaluation == first.evaluation
-
-
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_layer(tiny_config, tmp_path):
     config = tiny_config("multiplicative", **{"optimizer.name": "sgd", "optimizer.clip_norm": 0.0})
     config.checkpoint_every_steps = 1
