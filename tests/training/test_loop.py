@@ -43,16 +43,16 @@ def assert_same_bits(a, b):
     ],
 )
 def test_a_run_learns_and_leaves_its_numbers(mechanism, tiny_config, tmp_path):
-    fields = {"num_epochs": 2.0, "optimizer.learning_rate": 5e-3, "model.width": 32}
+    fields = {"num_epochs": 4.0, "optimizer.learning_rate": 5e-3, "model.width": 32}
     config = tiny_config(mechanism, **fields)
     run, result = fit(config, tmp_path)
-    assert (result.step, run.num_steps, result.interrupted) == (88, 88, None)
+    assert (result.step, run.num_steps, result.interrupted) == (176, 176, None)
     rows = read_metrics(tmp_path)
     losses = [row["train/loss"] for row in rows if "train/loss" in row]
-    assert len(losses) == 88
+    assert len(losses) == 176
     assert np.mean(losses[-10:]) < 0.9 * np.log(10)  # clearly better than not knowing the digit
     evaluations = [row for row in rows if "eval/accuracy" in row]
-    assert [row["step"] for row in evaluations] == [44, 88]
+    assert [row["step"] for row in evaluations] == [44, 88, 132, 176]
     assert evaluations[-1]["eval/accuracy"] == result.evaluation["eval/accuracy"]
     stored = json.loads((tmp_path / "config.json").read_text())
     assert stored["model"]["score"] == config.model.score

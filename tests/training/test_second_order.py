@@ -19,7 +19,7 @@ FIELDS = {
     "model.width": 48,
     "model.num_heads": 3,
     "batch_size": 64,
-    "num_epochs": 2.0,
+    "num_epochs": 3.0,
     "task.resized_crop_scale": (),
 }
 
