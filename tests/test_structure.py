@@ -1,12 +1,10 @@
 """The house rules that code can check: who imports whom, and what an import costs."""
 
 import ast
-import subprocess
-import sys
 
 import pytest
 
-from tests.processes import ROOT
+from tests.processes import ROOT, run_code
 
 # Each imports only from those before it.
 ORDER = (
@@ -94,6 +92,11 @@ def test_no_file_imports_itself_through_others(package):
     assert not taken, f"these files import each other in a circle, or import one that does: {taken}"
 
 
+def test_no_figure_uses_the_state_of_pyplot():
+    for path in (ROOT / "adder_flax").rglob("*.py"):
+        assert not any(name.startswith("matplotlib.pyplot") for name in _imports(path)), path
+
+
 def test_kfac_stands_alone():
     for path in (ROOT / "kfac").rglob("*.py"):
         for name in _imports(path):
@@ -102,36 +105,24 @@ def test_kfac_stands_alone():
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(
-    "package", ["ops", "attention", "layers", "models", "quantized", "measures", "counting"]
+    "package",
+    ["ops", "attention", "layers", "models", "quantized", "measures", "counting", "report"],
 )
 def test_importing_a_mechanism_loads_no_data_plotting_or_checkpoint_library(package):
-    heavy = {
-        "matplotlib",
-        "tensorflow",
-        "tensorflow_datasets",
-        "orbax",
-        "grain",
-        "sklearn",
-        "PIL",
-        "tensorboardX",
-    }
+    """Nor does a report, before a figure is asked for."""
+    heavy = {"matplotlib", "PIL", "scipy", "sklearn", "orbax", "grain", "tensorboardX"}
+    heavy |= {"tensorflow", "tensorflow_datasets"}
     code = (
         f"import sys, flax.nnx; old = set(sys.modules); import adder_flax.{package}; "
         "print(*set(sys.modules) - old)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert not heavy & {name.split(".")[0] for name in done.stdout.split()}
+    assert not heavy & {name.split(".")[0] for name in run_code(code).split()}
 
 
 def test_settings_are_read_without_jax():
     read = "from adder_flax import settings as s; s.read(s.RunSettings, s.defaults(s.RunSettings))"
     code = f"import sys; {read}; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert not {"jax", "flax", "numpy"} & set(done.stdout.split())
+    assert not {"jax", "flax", "numpy"} & set(run_code(code).split())
 
 
 def test_an_experiment_is_read_and_refused_without_jax():
@@ -142,9 +133,6 @@ def test_an_experiment_is_read_and_refused_without_jax():
         "try: settings.read(settings.RunSettings, config)\n"
         "except Exception as error: print(error, *sys.modules, sep='\\n')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    refused, *modules = done.stdout.splitlines()
+    refused, *modules = run_code(code).splitlines()
     assert "batch_size" in refused
     assert not {"jax", "flax", "grain"} & set(modules)

@@ -1,5 +1,7 @@
 """Numbers of style that the packages keep; ``python tests/style.py`` prints all of them."""
 
+import functools
+
 import pytest
 
 from tests.processes import ROOT
@@ -8,6 +10,7 @@ from tests.style import Style, find, measure, sources
 PACKAGES = ["adder_flax", "kfac", "experiments"]
 
 
+@functools.cache
 def of(folder) -> Style:
     return measure(sorted((ROOT / folder).rglob("*.py")))
 

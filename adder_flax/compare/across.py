@@ -39,7 +39,6 @@ class Workload:
     """A comparison among others.
 
     Attributes:
-      runs: its final runs.
       largest: whether a larger score is better.
       step_seconds: machine → arm → seconds, the arms timed in turn; none where that was not done.
       timed: machine → with what and when.
@@ -74,13 +73,7 @@ class Workload:
 
 
 def read_workload(folder: str | Path) -> Workload:
-    """Reads the results of a comparison.
-
-    Raises:
-      FileNotFoundError: there are none.
-      ValueError: they are not as ``--mode=compare`` and ``benchmarks.compare`` write them, or no
-        task has their score.
-    """
+    """Reads the results of a comparison from their folder."""
     runs = read_runs(folder)
     if not runs.arms:
         raise ValueError(f"expected final runs in {runs.folder}, got none; run the comparison on")
@@ -103,21 +96,7 @@ def read_workload(folder: str | Path) -> Workload:
 
 
 def write_across(folders: Sequence[str | Path], out: str | Path, title: str) -> Path:
-    """Writes one page over several comparisons.
-
-    Args:
-      folders: their results.
-      out: folder of ``results.md``, ``figures/`` and ``data/``.
-      title: of the page.
-
-    Returns:
-      The page.
-
-    Raises:
-      FileNotFoundError: a folder has no results.
-      ValueError: results that cannot be read.
-      RunError: the page cannot be written.
-    """
+    """Writes one page over several comparisons, from the folders of their results."""
     out, workloads = Path(out), [read_workload(folder) for folder in folders]
     arms = list(dict.fromkeys(arm for workload in workloads for arm in workload.runs.arms))
     costs = {"steps": _costs(workloads, arms, Workload.steps)}

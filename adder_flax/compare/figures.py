@@ -11,7 +11,7 @@ import numpy as np
 
 from adder_flax import report
 from adder_flax.compare.run import Comparison
-from adder_flax.compare.table import Row
+from adder_flax.compare.table import TOLD, Row
 from adder_flax.compare.timing import TIMING, read_timing
 from adder_flax.paired import performance_profiles
 from adder_flax.report import Picture
@@ -41,29 +41,27 @@ class Line(NamedTuple):
     told: bool = False
 
 
-def forest(comparison: Comparison, rows: Sequence[Row], told: Sequence[bool]) -> list[Picture]:
-    """Returns the differences with their intervals, nothing where none is known.
-
-    Args:
-      comparison: of the rows.
-      rows: as on the page.
-      told: whether each row is called ahead or behind.
-    """
+def forest(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
+    """Returns the differences with their intervals, nothing where none is known."""
     if not any(row.difference for row in rows):
         return []
     lines = []
-    for row, sure in zip(rows, told, strict=True):
+    for row in rows:
         if found := row.difference:
-            lines.append(Line(row.arm.name, found.mean, found.low, found.high, sure))
+            lines.append(Line(row.arm.name, found.mean, found.low, found.high, row.told in TOLD))
         elif row.scores:
             lines.append(Line(row.arm.name))
-    (best, largest), [baselines, others] = comparison.best, _apart(lines)
+    best, largest = comparison.best
+    baselines = [line.name for line in lines if line.mean is None]
+    means = {line.name: line.mean for line in lines if line.mean is not None}
+    farthest = dict.fromkeys(end(means, key=means.__getitem__) for end in (min, max))
+    ends = " to ".join(f"{means[name]:+.4f} ({name})" for name in farthest)
     figure, axes = report.new_figure(WIDTH, 0.8 + 0.27 * len(lines))
     data = draw_forest(axes[0, 0], lines, f"difference in test {_words(best)}", largest=largest)
     of = baselines[0] if len(baselines) == 1 else "the baseline of each"
     alt = (
-        f"Differences of {len(others)} arms from {of} in test {best}, with intervals: from "
-        f"{_ends(lines)}. The table of scores has the numbers."
+        f"Differences of {len(means)} arms from {of} in test {best}, with intervals: from {ends}. "
+        "The table of scores has the numbers."
     )
     caption = (
         f"Difference of each arm from {of} in test {best}, the mean over pairs of one seed, and "
@@ -75,19 +73,6 @@ def forest(comparison: Comparison, rows: Sequence[Row], told: Sequence[bool]) ->
 
 def _words(score: str) -> str:
     return score.replace("_", " ")
-
-
-def _apart(lines: Sequence[Line]) -> tuple[list[str], list[str]]:
-    names: tuple[list[str], list[str]] = [], []
-    for line in lines:
-        names[line.mean is not None].append(line.name)
-    return names
-
-
-def _ends(lines: Sequence[Line]) -> str:
-    means = {line.name: line.mean for line in lines if line.mean is not None}
-    ends = (min(means, key=means.__getitem__), max(means, key=means.__getitem__))
-    return " to ".join(f"{means[name]:+.4f} ({name})" for name in dict.fromkeys(ends))
 
 
 def draw_forest(
@@ -110,13 +95,8 @@ def draw_forest(
             face = (_AHEAD if better else _BEHIND) if line.told else _OPEN
             axes.plot(line.mean, place, "o", color=face, markeredgecolor="#000000", markersize=6)
         text = f"{line.mean:+.3f}" if math.isfinite(line.mean) else "diverged"
-        axes.annotate(
-            text,
-            (1.01, place),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            fontsize=8,
-        )
+        at_the_side = dict(xycoords=("axes fraction", "data"), va="center", fontsize=8)
+        axes.annotate(text, (1.01, place), **at_the_side)
     better = f"{xlabel}, better →" if largest else f"← better, {xlabel}"
     report.dress(axes, xlabel=better)
     axes.locator_params(axis="x", nbins=5)
@@ -134,19 +114,13 @@ def draw_forest(
 
 def _reach(lines: Sequence[Line]) -> float:
     """How far from zero there is something to see: an arm that fails is shown by an arrow."""
-    found = [line for line in lines if line.mean is not None and math.isfinite(line.mean)]
-    ends = [max(abs(x) for x in _numbers(line) if math.isfinite(x)) for line in found]
+    means = [line for line in lines if line.mean is not None and math.isfinite(line.mean)]
+    found = [(line.mean or 0.0, line.low, line.high) for line in means]
+    ends = [max(abs(x) for x in numbers if math.isfinite(x)) for numbers in found]
     middle = float(np.median(ends or [0.0])) or max(ends, default=0.0)
-    near = (end for line, end in zip(found, ends, strict=True) if _near(line, middle))
+    pairs = zip(found, ends, strict=True)
+    near = (end for (mean, *_), end in pairs if abs(mean) <= _FARTHEST * middle)
     return max(near, default=0.0) or 1.0
-
-
-def _numbers(line: Line) -> tuple[float, float, float]:
-    return line.mean or 0.0, line.low, line.high
-
-
-def _near(line: Line, middle: float) -> bool:
-    return abs(line.mean or 0.0) <= _FARTHEST * middle
 
 
 def curves(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
@@ -175,12 +149,7 @@ def curves(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
 
 
 def _curves(
-    name: str,
-    best: str,
-    rows: Sequence[Row],
-    unit: Mapping[str, float],
-    xlabel: str,
-    caption: str,
+    name: str, best: str, rows: Sequence[Row], unit: Mapping[str, float], xlabel: str, caption: str
 ) -> Picture:
     figure, axes = report.new_figure(WIDTH, _HEIGHT + _legend_inches(rows))
     data: dict[str, np.ndarray] = {}
@@ -260,9 +229,8 @@ def draw_profiles(
     factors = np.geomspace(1, _FACTORS[-1], 200)
     found = performance_profiles(costs, factors)
     for number, (name, shares) in enumerate(found.items()):
-        axes.plot(
-            factors, shares, **report.line(number) | {"marker": None}, linewidth=1.4, label=name
-        )
+        look = report.line(number) | {"marker": None, "linewidth": 1.4}
+        axes.plot(factors, shares, **look, label=name)
     report.dress(axes, xlabel=xlabel, ylabel=ylabel)
     axes.set_xscale("log")
     axes.set_xticks(_FACTORS, [f"{factor:g}" for factor in _FACTORS])

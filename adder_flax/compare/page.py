@@ -46,13 +46,12 @@ def write_results(comparison: Comparison) -> list[Path]:
 
 def page_of(comparison: Comparison, rows: Sequence[Row]) -> list[Block | Picture]:
     """Returns the finding and its picture, then tables, costs, what was tuned, and commands."""
-    told = [text in ("ahead", "behind") for _, text in table.verdicts(comparison, rows)]
     finished = [row for row in rows if row.records]
     tuned = [Heading(2, "What was tuned"), *table.tuned(comparison, rows)]
     return [
         Heading(1, comparison.plan.settings.title),
         Paragraph(table.finding(comparison, rows), strong=True),
-        *figures.forest(comparison, rows, told),
+        *figures.forest(comparison, rows),
         *table.about(comparison, rows),
         Heading(2, f"Test {comparison.best.name}"),
         table.scores(comparison, rows),

@@ -3,6 +3,7 @@
 Arms are combinations of levels.
 """
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -77,10 +78,7 @@ class Cell:
 
     @functools.cached_property
     def id(self) -> str:
-        """Its name: of its directory, and of the file of its record.
-
-        Other settings have another one.
-        """
+        """Its name, of its directory and of its record; other settings have another one."""
         return f"{_slug(self.arm.name)}-{self.phase}-{self.seed}-{digest(self.config)}"
 
 
@@ -122,10 +120,7 @@ class Plan:
             self._check_steps()
 
     def baseline_of(self, arm: Arm) -> Arm | None:
-        """Returns the arm that one is compared with.
-
-        None where it is a baseline or there is none.
-        """
+        """Returns the arm that one is compared with; a baseline has none."""
         name = ", ".join({**arm.levels, **self.settings.baseline}.values())
         return None if name == arm.name or not self.settings.baseline else self.arms[name]
 
@@ -140,10 +135,7 @@ class Plan:
         return range(_FIRST_TUNING_SEED, _FIRST_TUNING_SEED + self.settings.tuning_seeds)
 
     def cell(self, arm: Arm, phase: Phase, seed: int, values: Mapping[str, Any]) -> Cell:
-        """Returns the run of an arm with these values of what is searched.
-
-        What has none is in the middle of its range.
-        """
+        """Returns the run of an arm, with values of what is searched or those in the middle."""
         key = arm.name, phase, seed, Options(values)
         if key not in self._cells:
             fields = completed(RunSettings, self._config(arm, values) | {"seed": seed})
@@ -197,7 +189,7 @@ class Plan:
             "data.train_split": f"{whole}[:{100 - percent}%]" if percent else whole,
             "data.eval_split": f"{whole}[{100 - percent}%:]" if percent else "validation",
         }
-        config = _copied(self._base)
+        config = copy.deepcopy(self._base)
         for path, value in {**arm.fields, **middles, **values, **splits, "init": "path"}.items():
             *sections, field = path.split(".")
             inside = config
@@ -222,10 +214,7 @@ class Plan:
 
 
 def digest(config: Mapping[str, Any] | ConfigDict) -> str:
-    """Returns what tells settings apart: fields of what a run computes.
-
-    Not fields of how, nor those at their defaults.
-    """
+    """Returns what tells settings apart: `own_fields`, in twelve characters."""
     return hashlib.sha256(json.dumps(own_fields(config), sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -247,12 +236,6 @@ def own_fields(config: Mapping[str, Any] | ConfigDict) -> dict[str, Any]:
         path: value
         for path, value in fields.items()
         if not path.startswith(OPERATIONAL_FIELDS) and (path not in usual or usual[path] != value)
-    }
-
-
-def _copied(fields: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: _copied(value) if isinstance(value, dict) else value for name, value in fields.items()
     }
 
 

@@ -116,13 +116,9 @@ class Records:
         self._read[cell.id] = record
 
     def pack(self, comparison: Mapping[str, Any]) -> None:
-        """Puts all records into the one file; the small ones are removed once they are in it.
+        """Puts all records into the one file, with the configuration by which it alone goes on.
 
-        Args:
-          comparison: its configuration, by which the file alone continues it.
-
-        Raises:
-          RunError: a record is damaged, or the file cannot be written.
+        The small ones are removed once they are in it.
         """
         if not self.folder.is_dir() and self._unpack()[0] in ({}, comparison):
             return
@@ -173,11 +169,7 @@ class Records:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file that whoever looks sees whole or not at all.
-
-    Raises:
-      RunError: it cannot be written.
-    """
+    """Writes a file that whoever looks sees whole or not at all; a `RunError` says why not."""
     with writing(path.name, path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, f"{text.rstrip()}\n".encode())

@@ -1,7 +1,4 @@
-"""Works through the cells of a comparison.
-
-Alone, beside other processes, or on several hosts of one shared directory.
-"""
+"""Works through the cells of a comparison: alone, or beside others on hosts that share a folder."""
 
 import contextlib
 import functools
@@ -124,14 +121,8 @@ class Comparison:
 _NOTHING = Options()
 
 
-@functools.lru_cache(maxsize=6)
-def _load(name: str, split: str, options: tuple[tuple[str, Any], ...]) -> data.Source:
-    return data.load_source(name, split, **dict(options))
-
-
-def load_once(name: str, split: str, **options: Any) -> data.Source:
-    """``data.load_source`` for cells in turn: what the last ones read is not read again."""
-    return _load(name, split, tuple(sorted(options.items())))
+# For cells in turn: what the last ones read is not read again.
+load_once = functools.lru_cache(maxsize=6)(data.load_source)
 
 
 def work(comparison: Comparison) -> Iterator[Record]:
@@ -139,9 +130,6 @@ def work(comparison: Comparison) -> Iterator[Record]:
 
     A cell is claimed by a lock in its directory, which the kernel lets go of when its process ends
     in whatever way. What others run is waited for, since what is to be run next may depend on it.
-
-    Args:
-      comparison: what is to be run.
 
     Raises:
       StoppedError: a signal stopped a cell.
@@ -159,10 +147,7 @@ def work(comparison: Comparison) -> Iterator[Record]:
 
 
 def _run_next(comparison: Comparison, arms: Sequence[Arm]) -> tuple[Arm, Record] | None:
-    """Runs a cell, of an arm that no other process is at where there is one.
-
-    Processes at different arms compile different programs.
-    """
+    # Where there is one, of an arm that no other process is at: each compiles another program.
     for beside_others in (False, True):
         for arm in arms:
             for cell in comparison.open_cells(arm):
@@ -191,14 +176,9 @@ def _run_claimed(comparison: Comparison, cell: Cell) -> Record | None:
 
 
 def supervise(workers: int, workdir: Path, poll: Callable[[], None]) -> None:
-    """Starts this command with one worker several times, and waits for all.
+    """Starts this command with one worker several times, polls every second, and waits for all.
 
-    Cores and GPUs are dealt out among them.
-
-    Args:
-      workers: number of processes.
-      workdir: what they print goes to ``workers/<number>.txt`` in it.
-      poll: called every second.
+    Cores and GPUs are dealt out among them; what they print goes to ``workers/<number>.txt``.
 
     Raises:
       RunError: a worker ended with an error, or was killed.

@@ -28,7 +28,8 @@ from adder_flax.paired import (
 from adder_flax.text import si
 
 _FEWER_TRIALS = (1, 2, 4, 8)
-_TOLD = "ahead", "behind"
+TOLD = "ahead", "behind"
+"""Verdicts on an arm that is told from its baseline."""
 _MATCHED = {
     "steps": "All arms take the same steps.",
     "nothing": "Each arm has a schedule of its own.",
@@ -48,6 +49,8 @@ class Row:
       scores: on the test split, in that order; that of a run which diverged is the worst.
       difference: to the baseline, on the seeds that both have; None for a baseline and where there
         are none.
+      adjusted: its p after Holm.
+      told: the verdict, nothing where nothing is compared.
       target: score on the validation split that time is measured to, None where it is not known.
       reached: steps after which each run first had it, None where it never did.
     """
@@ -59,20 +62,19 @@ class Row:
     elsewhere: Sequence[Record]
     scores: Sequence[float]
     difference: Difference | None
+    adjusted: float
+    told: str
     target: float | None
     reached: Sequence[float | None]
 
     def cost_to_target(self, cost: Callable[[Record], float]) -> float | None:
-        """Returns the steps to the target in the median run times what one costs.
-
-        None if not reached.
-        """
+        """Returns the steps to the target in the median run times what one costs, None if never."""
         costs = [
-            float("inf") if n is None else n * cost(r)
+            math.inf if n is None else n * cost(r)
             for n, r in zip(self.reached, self.records, strict=True)
         ]
-        median = statistics.median(costs or [float("inf")])
-        return None if median == float("inf") else median
+        median = statistics.median(costs or [math.inf])
+        return None if median == math.inf else median
 
 
 def rows_of(comparison: Comparison) -> list[Row]:
@@ -92,15 +94,20 @@ def rows_of(comparison: Comparison) -> list[Row]:
         scores[name] = {
             r.seed: comparison.worst() if r.diverged else r.test[best] for r in records[name]
         }
+    differences = {}
+    for name, arm in plan.arms.items():
+        baseline = plan.baseline_of(arm)
+        own, others = scores[name], scores[baseline.name] if baseline else {}
+        if both := sorted(own.keys() & others.keys()):
+            pairs = ([of[seed] for seed in both] for of in (own, others))
+            differences[name] = paired_difference(*pairs, largest=largest)
+    p_values = [found.p_value for found in differences.values()]
+    adjusted = dict(zip(differences, holm(p_values), strict=True))
+    options = dict(largest=largest, confirmatory=plan.settings.confirmatory)
+    told = {name: verdict(found, adjusted[name], **options) for name, found in differences.items()}
     rows = []
     for name, arm in plan.arms.items():
-        baseline, difference = plan.baseline_of(arm), None
-        if baseline is not None:
-            own, others = scores[name], scores[baseline.name]
-            if both := sorted(own.keys() & others.keys()):
-                pairs = ([of[seed] for seed in both] for of in (own, others))
-                difference = paired_difference(*pairs, largest=largest)
-        target = _target(comparison, records[(baseline or arm).name])
+        target = _target(comparison, records[(plan.baseline_of(arm) or arm).name])
         reached = [
             None
             if target is None
@@ -116,7 +123,9 @@ def rows_of(comparison: Comparison) -> list[Row]:
                 records[name],
                 [record for record in finished[name] if record not in records[name]],
                 list(scores[name].values()),
-                difference,
+                differences.get(name),
+                adjusted.get(name, math.nan),
+                told.get(name, ""),
                 target,
                 reached,
             )
@@ -139,47 +148,28 @@ def _target(comparison: Comparison, baseline: Sequence[Record]) -> float | None:
     return middle(scores) if scores else None
 
 
-def verdicts(comparison: Comparison, rows: Sequence[Row]) -> list[tuple[float, str]]:
-    """Returns p after Holm and the verdict of each row; NaN and nothing where none is compared."""
-    largest, settings = comparison.best.largest, comparison.plan.settings
-    adjusted = iter(holm([row.difference.p_value for row in rows if row.difference]))
-    found = []
-    for row in rows:
-        if row.difference is None:
-            found.append((math.nan, ""))
-            continue
-        after = next(adjusted)
-        options = dict(largest=largest, confirmatory=settings.confirmatory)
-        found.append((after, verdict(row.difference, after, **options)))
-    return found
-
-
 def finding(comparison: Comparison, rows: Sequence[Row]) -> str:
     """Returns what the page shows in a sentence, of no more than its test allows."""
-    compared = [
-        (row.arm, row.difference, told)
-        for row, (_, told) in zip(rows, verdicts(comparison, rows), strict=True)
-        if row.difference
-    ]
+    plan, compared = comparison.plan, [(row, found) for row in rows if (found := row.difference)]
     if not compared:
         return "Nothing is compared here yet."
-    baselines = {found.name for arm, *_ in compared if (found := comparison.plan.baseline_of(arm))}
+    baselines = {arm.name for row, _ in compared if (arm := plan.baseline_of(row.arm))}
     of = baselines.pop() if len(baselines) == 1 else "its baseline"
-    pairs = sorted({found.pairs for _, found, _ in compared})
+    pairs = sorted({found.pairs for _, found in compared})
     seeds = f"{' to '.join(map(str, dict.fromkeys((pairs[0], pairs[-1]))))} seeds"
-    few = pairs[0] < LEAST_SEEDS and not comparison.plan.settings.confirmatory
+    few = pairs[0] < LEAST_SEEDS and not plan.settings.confirmatory
     by = f"by {seeds}" + (f" (that takes {LEAST_SEEDS})" if few else "")
-    names = {word: [arm.name for arm, _, told in compared if told == word] for word in _TOLD}
-    said = [f"{', '.join(names[word])} {word} of {of}" for word in _TOLD if names[word]]
-    others = [(arm, found) for arm, found, told in compared if told not in _TOLD]
+    names = {word: [row.arm.name for row, _ in compared if row.told == word] for word in TOLD}
+    said = [f"{', '.join(names[word])} {word} of {of}" for word in TOLD if names[word]]
+    others = [(row.arm.name, found.mean) for row, found in compared if row.told not in TOLD]
     score = f"test {comparison.best.name}"
     if said:
         rest = f"; none of the other {len(others)} is told from it {by}" if others else ""
         return f"In {score}: {'; '.join(said)}{rest}."
-    means = [found.mean for _, found in others if math.isfinite(found.mean)]
+    means = [mean for _, mean in others if math.isfinite(mean)]
     ends = " to ".join(f"{end:+.4f}" for end in dict.fromkeys((min(means), max(means))))
     if len(others) == 1:
-        return f"{others[0][0].name} is not told from {of} in {score} {by}: it differs by {ends}."
+        return f"{others[0][0]} is not told from {of} in {score} {by}: it differs by {ends}."
     return f"None of {len(others)} arms is told from {of} in {score} {by}: they differ by {ends}."
 
 
@@ -228,7 +218,7 @@ def scores(comparison: Comparison, rows: Sequence[Row]) -> Block:
         "p after Holm|verdict"
     )
     lines = []
-    for row, (after, told) in zip(rows, verdicts(comparison, rows), strict=True):
+    for row in rows:
         cells, scores = [*row.arm.levels.values(), str(len(row.records))], row.scores
         if scores:
             means = statistics.mean(scores), interquartile_mean(scores)
@@ -238,8 +228,8 @@ def scores(comparison: Comparison, rows: Sequence[Row]) -> Block:
             cells += [
                 f"{found.mean:+.4f}",
                 *(f"{low:+.4f} to {high:+.4f}" for low, high in ends),
-                *(f"{p:.3f}" for p in (found.p_value, after)),
-                told,
+                *(f"{p:.3f}" for p in (found.p_value, row.adjusted)),
+                row.told,
             ]
         elif scores and plan.baseline_of(row.arm) is None:
             cells.append("baseline")
@@ -386,10 +376,7 @@ def _fewer_trials(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
     (best, largest), most = comparison.best, max(map(len, tried.values()))
     counts = [n for n in _FEWER_TRIALS if n < most] + [most]
     lines = [
-        [
-            name,
-            *(f"{best_of_fewer(t, n, largest=largest):.4f}" for n in counts if n <= len(t)),
-        ]
+        [name, *(f"{best_of_fewer(t, n, largest=largest):.4f}" for n in counts if n <= len(t))]
         for name, t in tried.items()
     ]
     what = (

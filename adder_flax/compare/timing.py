@@ -11,11 +11,7 @@ TIMING = "timing.csv"
 
 
 def read_timing(path: Path) -> dict[str, list[dict[str, str]]]:
-    """Reads the rows of a ``timing.csv`` by their machine, none where there is no such file.
-
-    Raises:
-      ValueError: it cannot be read, or its columns are others.
-    """
+    """Reads the rows of a ``timing.csv`` by their machine, none where there is no such file."""
     if not path.exists():
         return {}
     rows: dict[str, list[dict[str, str]]] = {}

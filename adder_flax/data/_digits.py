@@ -4,8 +4,6 @@ Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", 
 Repository, 1998.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from jaxtyping import Bool, Int
 

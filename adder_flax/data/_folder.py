@@ -4,8 +4,6 @@ The first is the layout of ImageNet on most disks. What the folders of other mod
 these two is here too.
 """
 
-from __future__ import annotations
-
 import csv
 import os
 import pathlib
@@ -23,15 +21,10 @@ from adder_flax.text import printable
 
 
 class Collection:
-    """Splits of images, each with the name of its class.
+    """Splits of images in a folder, each with the name of its class.
 
-    Args:
-        root: the folder.
-        splits: names of those it has.
-        read: opens a split: what makes `Records` of labels, and the class of each image.
-        classes: in the order of their numbers; None for those of the training split, or else of the
-            first.
-        label_names: what they are called; None for their own names.
+    ``read`` opens a split: what makes `Records` of labels, and the class of each image. ``classes``
+    are in the order of their numbers, by default those of the training split, or else of the first.
     """
 
     def __init__(
@@ -47,11 +40,7 @@ class Collection:
         self.label_names = list(label_names or map(printable, self._classes))
 
     def records(self, split: str) -> Records:
-        """The images of a split.
-
-        Raises:
-            DataError: one is of a class that training lacks.
-        """
+        """The images of a split."""
         make, labels = self._read(split)
         numbers = {name: number for number, name in enumerate(self._classes)}
         labels = list(labels)
@@ -68,13 +57,7 @@ class Collection:
 def register_collection(
     name: str, open_folder: Callable[[pathlib.Path], Collection], what: str
 ) -> None:
-    """Adds a data set that is read from the folder ``config.data.data_dir``.
-
-    Args:
-        name: what ``config.data.name`` calls it.
-        open_folder: opens it.
-        what: the folder, in the words of a message.
-    """
+    """Adds a data set that is read from the folder ``config.data.data_dir``, which is ``what``."""
 
     def load(
         split: str,
@@ -158,9 +141,6 @@ def image_folder(root: pathlib.Path) -> Collection:
     Labels number the sub-folders of the *train* split by name, so every split means the same by a
     label. Folders in a class's folder belong to the class. Files and folders whose names begin with
     a dot are left alone.
-
-    Raises:
-        DataError: no split or fewer than two classes in it.
     """
     splits = _folders_in(root)
     if not splits:
@@ -247,9 +227,6 @@ def image_list(root: pathlib.Path) -> Collection:
     """Opens the lists of a folder, <split>.csv with the columns path and label.
 
     Paths begin at that folder, unless they are absolute.
-
-    Raises:
-        DataError: there are none.
     """
     splits = sorted(path.stem for path in root.glob("*.csv"))
     if not splits:

@@ -1,7 +1,5 @@
 """Image sets of Hugging Face's ``datasets``: what ``save_to_disk`` wrote, or Parquet files."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Sequence
 from functools import partial

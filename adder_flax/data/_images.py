@@ -5,8 +5,6 @@ Sixteen bits are scaled, v ↦ v / 257; kinds whose range no file states (32-bit
 point) are refused. Transparency is dropped, as torchvision's `ImageFolder` does.
 """
 
-from __future__ import annotations
-
 import functools
 import io
 import math
@@ -71,10 +69,7 @@ def decode_and_resize(
 def read_image(
     path: str | Path, size: int, channels: int, *, crop_ratio: float = EVAL_CROP_RATIO
 ) -> UInt8[np.ndarray, "size size channel"]:
-    """The pixels of a file as an evaluation sees them, see `decode_and_center_crop`.
-
-    Decoders raise errors of many types at what is no image.
-    """
+    """The pixels of a file as an evaluation sees them; errors at what is no image vary."""
     return decode_and_center_crop(Path(path).read_bytes(), size, channels, crop_ratio)
 
 

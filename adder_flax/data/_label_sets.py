@@ -28,10 +28,6 @@ class LabelSetSource(ImageSource):
     >>> source = ArraySource("stripes", "test", ["test"], images, [0, 1], ["row", "column"])
     >>> LabelSetSource(source, [[0, 1], []]).read(np.array([0, 1]))[0]["labels"].tolist()
     [[True, True], [False, False]]
-
-    Args:
-        source: the split.
-        label_sets: the right labels of each record, in the order of the records.
     """
 
     def __init__(self, source: ImageSource, label_sets: Sequence[Sequence[int]]):

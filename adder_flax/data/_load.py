@@ -1,7 +1,5 @@
 """Sources by name."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from adder_flax.data import _digits, _folder, _hugging_face, _sequences, _webdataset  # noqa: F401

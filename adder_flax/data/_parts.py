@@ -1,7 +1,5 @@
 """Parts of a split: ``train[:90%]``."""
 
-from __future__ import annotations
-
 import copy
 import re
 from typing import Any

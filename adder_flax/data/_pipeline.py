@@ -5,8 +5,6 @@ and neither the number of threads nor the number of hosts changes what the model
 reads the rows of the same global batch that its devices hold.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys
@@ -31,7 +29,15 @@ def usable_cores() -> int:
 class _Pipeline:
     """Batches by their number, whose rows on this host are read on threads."""
 
-    def __init__(self, source, global_batch_size, rows, num_threads, prefetch_batches):
+    def __init__(
+        self,
+        source: Source,
+        global_batch_size: int,
+        *,
+        rows: Sequence[int] | np.ndarray | None = None,
+        num_threads: int | None = None,
+        prefetch_batches: int = 2,
+    ):
         self.source, self.global_batch_size = source, global_batch_size
         self._rows = np.arange(global_batch_size) if rows is None else np.asarray(rows)
         self._num_threads = num_threads or usable_cores()
@@ -103,7 +109,13 @@ class TrainPipeline(_Pipeline):
                 f"Expected a global batch of 1 to {len(source)} records (all of "
                 f"{source.name}/{source.split}), got {global_batch_size}."
             )
-        super().__init__(source, global_batch_size, rows, num_threads, prefetch_batches)
+        super().__init__(
+            source,
+            global_batch_size,
+            rows=rows,
+            num_threads=num_threads,
+            prefetch_batches=prefetch_batches,
+        )
         self.seed, self.repeats = seed, repeats
         self.steps_per_epoch = len(source) // global_batch_size
         self._permutation: tuple[int, Int[np.ndarray, " records"]] = (-1, np.empty(0, int))
@@ -136,11 +148,8 @@ class TrainPipeline(_Pipeline):
         indices = self.record_indices(step)[self._rows]
         seeds = [(self.seed, step * self.global_batch_size + int(row)) for row in self._rows]
         arrays, readable = self.source.read(indices, seeds, map_function)
-        self._replace_unreadable(indices, seeds, arrays, np.flatnonzero(~readable), map_function)
-        return arrays
-
-    def _replace_unreadable(self, indices, seeds, arrays, rows, map_function) -> None:
-        """Puts the next readable record in the place of each one that was skipped, by row."""
+        # The next readable record takes the place of each one that was skipped.
+        rows = np.flatnonzero(~readable)
         while rows.size:
             if len(self.source.unreadable) == len(self.source):
                 whole = f"{self.source.name}/{self.source.split}"
@@ -151,6 +160,7 @@ class TrainPipeline(_Pipeline):
             for name, values in others.items():
                 arrays[name][rows] = values
             rows = rows[~readable]
+        return arrays
 
 
 class EvalPipeline(_Pipeline):
@@ -164,20 +174,8 @@ class EvalPipeline(_Pipeline):
     >>> len(batches), [int(batch["mask"].sum()) for batch in batches]
     (3, [128, 128, 104])
 
-    Args:
-        source, global_batch_size, rows, num_threads, prefetch_batches: as in `TrainPipeline`.
+    Arguments are as in `TrainPipeline`.
     """
-
-    def __init__(
-        self,
-        source: Source,
-        global_batch_size: int,
-        *,
-        rows: Sequence[int] | np.ndarray | None = None,
-        num_threads: int | None = None,
-        prefetch_batches: int = 2,
-    ):
-        super().__init__(source, global_batch_size, rows, num_threads, prefetch_batches)
 
     def __len__(self) -> int:
         """Number of batches, the same on every host."""

@@ -1,7 +1,5 @@
 """What a data set is before anything of it is read, and how it is found by name."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal

@@ -222,8 +222,6 @@ class EncodedSource(ImageSource):
     """A split of encoded images, decoded when they are read.
 
     Args:
-        name, split, splits, label_names, image_shape: as of `ImageSource`.
-        records: encoded images and labels.
         crops_on_host: True for images of any size, which are cropped to `image_shape`; False for a
             set whose images all have one size: they are resized if `image_shape` is another.
         stored_size: that one size, height and width; None is not checked.

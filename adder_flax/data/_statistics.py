@@ -1,7 +1,5 @@
 """Channel means and standard deviations of training sets, of images in [0, 1]."""
 
-from __future__ import annotations
-
 from concurrent import futures
 
 import numpy as np

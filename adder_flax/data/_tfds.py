@@ -1,7 +1,5 @@
 """TensorFlow Datasets without TensorFlow: prepared as ArrayRecord, images decoded by Pillow."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import math

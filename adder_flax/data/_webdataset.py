@@ -6,8 +6,6 @@ number, so that a batch is a function of the step: each file is looked through o
 and an image is then one read at its place.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import pathlib

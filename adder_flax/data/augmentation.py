@@ -9,8 +9,6 @@ The order and the defaults of the ranges are those of DeiT
 three-augment, colour jitter, normalisation, random erasing, Mixup or CutMix.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 
@@ -46,7 +44,8 @@ def augment(
     >>> settings = AugmentSettings(mixup_alpha=0.0, cutmix_alpha=0.0, label_smoothing=0.2)
     >>> white, labels = jnp.full((1, 2, 2, 1), 255, jnp.uint8), jnp.array([1])
     >>> of_set = dict(num_classes=2, mean=(0.0,), std=(1.0,))
-    >>> images, targets = augment(jax.random.key(0), white, labels, settings, **of_set)
+    >>> step = jax.jit(lambda key: augment(key, white, labels, settings, **of_set))
+    >>> images, targets = step(jax.random.key(0))
     >>> images.dtype, images.shape, [f"{share:.1f}" for share in targets[0]]
     (dtype('float32'), (1, 2, 2, 1), ['0.1', '0.9'])
 

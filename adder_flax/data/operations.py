@@ -11,8 +11,6 @@ Sources: Pillow's ``ImageOps``, ``ImageEnhance``, ``Image.transform`` and
 ``ImageFilter.GaussianBlur`` (https://github.com/python-pillow/Pillow).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import jax
@@ -41,7 +39,8 @@ def choose_operation(
     >>> ramp = jnp.tile(jnp.array([10, 60, 110], jnp.uint8)[:, None], (4, 1, 1, 1))
     >>> names = ("invert", "auto_contrast", "solarize_add", "translate_x")
     >>> places = jnp.array([OPERATIONS.index(name) for name in names])
-    >>> choose_operation(places, ramp, jnp.array([0, 0, 128, -1 / 3]))[:, 0, :, 0].tolist()
+    >>> arguments = jnp.array([0, 0, 128, -1 / 3])
+    >>> jax.jit(choose_operation)(places, ramp, arguments)[:, 0, :, 0].tolist()
     [[245, 195, 145], [0, 127, 255], [138, 188, 238], [128, 10, 60]]
 
     Args:
@@ -195,20 +194,13 @@ _BASES: dict[str, Callable[[Levels], Array]] = {
 
 
 def affine(
-    images: Levels,
-    coefficients: Float[Array, "batch 6"],
-    fill: tuple[int, ...] = (128,),
+    images: Levels, coefficients: Float[Array, "batch 6"], fill: tuple[int, ...] = (128,)
 ) -> Levels:
     """``Image.transform(size, AFFINE, (a, …, f), BICUBIC)``, with coefficients for each image.
 
     The pixel at column x and row y, counted from the middle of the first one at (1/2, 1/2), comes
     from (a x + b y + c, d x + e y + f); pixels in between have Keys' kernel with a = -1, levels are
     cut, not rounded.
-
-    Args:
-        images: values 0..255.
-        coefficients: a to f.
-        fill: as in `choose_operation`.
     """
     batch, height, width, channels = images.shape
     a, b, c, d, e, f = jnp.moveaxis(coefficients[..., None, None], 1, 0)
@@ -279,12 +271,8 @@ def gaussian_blur(images: Levels, radius: Argument | float) -> Levels:
     radius of 2 a box has at most five pixels.
 
     >>> dot = jnp.zeros((1, 1, 5, 1), jnp.uint8).at[0, 0, 2, 0].set(255)
-    >>> gaussian_blur(dot, 0.5).ravel().tolist()
+    >>> jax.jit(gaussian_blur)(dot, 0.5).ravel().tolist()
     [1, 27, 199, 27, 1]
-
-    Args:
-        images: values 0..255.
-        radius: one number, or one for each image.
     """
     radius = jnp.broadcast_to(jnp.asarray(radius, jnp.float32), images.shape[:1])
     variance = radius**2 / 3

@@ -6,8 +6,6 @@ DeiT is trained with as ``rand-m9-mstd0.5-inc1``; three-augment, Touvron et al.,
 https://arxiv.org/abs/2204.07118).
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -38,7 +36,8 @@ def rand_augment(
 
     >>> settings = AugmentSettings(rand_augment_magnitude=9.0, rand_augment_std=0.5)
     >>> photographs = jnp.arange(4 * 8 * 8 * 3).reshape(4, 8, 8, 3).astype(jnp.uint8)
-    >>> augmented = rand_augment(jax.random.key(0), photographs, settings)
+    >>> step = jax.jit(lambda key: rand_augment(key, photographs, settings))
+    >>> augmented = step(jax.random.key(0))
     >>> augmented.shape, augmented.dtype
     ((4, 8, 8, 3), dtype('uint8'))
 
@@ -64,8 +63,7 @@ def draw_layer(key: PRNGKeyArray, batch: int, settings: AugmentSettings) -> _Lay
     The magnitude is normal around the one that is set, cut to 0..`MOST_MAGNITUDE`; arguments that
     have a sign have either with equal chances.
 
-    Returns:
-        Places in ``OPERATIONS`` (-1 for none) and arguments, as ``choose_operation`` takes them.
+    Returns places in ``OPERATIONS`` (-1: none) and arguments, as ``choose_operation`` takes them.
     """
     operation_key, uniform_key, normal_key = jax.random.split(key, 3)
     operation = jax.random.randint(operation_key, (batch,), 0, len(OPERATIONS))
@@ -85,10 +83,6 @@ def operation_arguments(
     >>> at_nine = operation_arguments(jnp.array([9.0]), jnp.array([-1.0]))[:, 0]
     >>> [round(float(at_nine[OPERATIONS.index(name)]), 3) for name in ("color", "rotate")]
     [0.19, -27.0]
-
-    Args:
-        magnitude: 0 to 10.
-        sign: 1 or -1, of arguments that have one.
     """
     tenths = magnitude / MOST_MAGNITUDE
     # Multiplied first: then whole magnitudes give whole numbers, not the ones just below.

@@ -14,8 +14,6 @@ file, and the layout on disk, so any TFDS reader opens the result.
 # What a class of TFDS takes when it is derived from is nowhere declared.
 # pyright: reportGeneralTypeIssues=false, reportCallIssue=false
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import hashlib
@@ -42,29 +40,17 @@ with needs("data"):
     from PIL import Image
     from tensorflow_datasets.core.download.download_manager import NonMatchingChecksumError
 
-_NOT_DOWNLOADED = (
-    requests.RequestException,
-    tfds.download.DownloadError,
-    NonMatchingChecksumError,
-)
+_NOT_DOWNLOADED = (requests.RequestException, tfds.download.DownloadError, NonMatchingChecksumError)
 
 
 def prepare(
     name: str, data_dir: str | None = None, source: str | None = None, set_name: str | None = None
 ) -> pathlib.Path:
-    """Downloads and prepares a set unless it is already there.
+    """Downloads and prepares a set unless it is already there; returns its folder.
 
-    Args:
-        name: TFDS name, or ``"folder"`` for an image folder with one sub-folder per split and
-            class.
-        data_dir: where to put the set; None for TFDS's own, which
-            ``TFDS_DATA_DIR`` in the environment names (~/tensorflow_datasets).
-        source: folder with the source files under their published names; what is missing there is
-            downloaded. For ``"folder"``, the image folder.
-        set_name: for ``"folder"``, the name to give the set; None for the image folder's own.
-
-    Returns:
-        The folder of the prepared set.
+    Arguments are those of the command: a TFDS name, or ``"folder"`` for an image folder; where to
+    put the set; the folder of source files under their published names, of which what is missing is
+    downloaded, or the image folder; and the name that its set is given.
     """
     if source is not None and not pathlib.Path(source).is_dir():
         raise DataError(f"Expected --source as a folder, got '{printable(source)}', which is none.")
@@ -223,7 +209,7 @@ def read_cifar(
     return table[:, :num_labels], table[:, num_labels:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
 
 
-def read_idx(path: pathlib.Path) -> UInt8[np.ndarray, ...]:
+def read_idx(path: pathlib.Path) -> UInt8[np.ndarray, "..."]:
     """Reads a gzipped idx file: two zeros, type 8, number of axes, big-endian sizes, bytes."""
     with gzip.open(path) as file:
         data = file.read()

@@ -57,13 +57,7 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Claims that are measured together.
-
-    Attributes:
-      section: where on the page they stand.
-      measure: computes, judges and draws them.
-      of: the kind of study that ``measure`` takes.
-    """
+    """Claims of a section that are measured together, on a kind of study."""
 
     section: Section
     measure: Measure

@@ -78,11 +78,7 @@ class SequenceStudy:
 def observe_sequences(
     name: str, model: nnx.Module, task: "Transduction", batch: Mapping[str, AnyArray]
 ) -> SequenceSubject:
-    """Runs a sequence model on the words of a report.
-
-    Raises:
-      ValueError: nothing in the model attends through `adder_flax.attention`.
-    """
+    """Runs a sequence model on the words of a report."""
     from adder_flax.tasks import closest  # figures are drawn without what reads data
 
     source, first = task.inputs(batch)

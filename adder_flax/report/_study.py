@@ -119,13 +119,7 @@ class AnyStudy(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model at work on the images of the report.
-
-    Attributes:
-      name: in legends.
-      model: the model.
-      captured: its forward pass.
-    """
+    """A model at work on the images of the report, by its name in legends."""
 
     name: str
     model: nnx.Module
@@ -162,14 +156,14 @@ class Subject:
         return next(m for path, m in modules if ".".join(map(str, path)) == wanted)  # pyright: ignore
 
     @property
-    def prefix_tokens(self) -> int:
-        """How many tokens stand in front of the patches, the class token first."""
-        return self.in_front["prefix_tokens"]
+    def in_front(self) -> dict[str, Any]:
+        """What figures have to know of the tokens in front of the patches."""
+        return tokens_in_front(self.model)
 
     @property
-    def in_front(self) -> dict[str, Any]:
-        """What figures have to know of these tokens."""
-        return tokens_in_front(self.model)
+    def prefix_tokens(self) -> int:
+        """How many they are, the class token first."""
+        return self.in_front["prefix_tokens"]
 
     @property
     def attends(self) -> bool:
@@ -210,7 +204,7 @@ class ImageStudy:
     peak_learning_rate: float = float("nan")
 
     def about(self) -> str:
-        """Returns what was looked at, for the head of the page."""
+        """As `AnyStudy` has it."""
         accuracy = np.mean(self.subject.captured.logits.argmax(-1) == self.labels)
         right = f"measured on {len(self.labels)} images ({accuracy:.1%} classified right)"
         return ", ".join([*self._anatomy(), right, *beside(self.baseline, self.untrained)])
@@ -255,11 +249,7 @@ class Study(ImageStudy):
 def observe(
     name: str, model: nnx.Module, images: Float[AnyArray, "image height width channels"]
 ) -> Subject:
-    """Runs a model on the images of a report.
-
-    Raises:
-      ValueError: if there are none, or as :func:`require_probabilities`.
-    """
+    """Runs a model on the images of a report."""
     if len(images) == 0:
         raise ValueError("expected at least one image, got none")
     require_probabilities(model, images)
@@ -277,11 +267,7 @@ def study_images(
     second_order: Mapping[str, Sequence[SecondOrderStep]],
     peak_learning_rate: float,
 ) -> ImageStudy:
-    """Puts together a `Study` if all models consist of blocks of attention, else an `ImageStudy`.
-
-    Raises:
-      ValueError: if there are not as many labels as images.
-    """
+    """Returns a `Study` if all models consist of blocks of attention, else an `ImageStudy`."""
     labels, predicted = np.asarray(labels), subject.captured.logits.argmax(-1)
     if len(labels) != len(predicted):
         raise ValueError(

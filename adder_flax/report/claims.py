@@ -39,12 +39,8 @@ class ModelReport:
     Attributes:
       mechanism: name of its attention score, and that it goes without the identity map where others
         have it.
-      data: name of its data set.
       size: number of blocks and their width.
-      seed: of the run.
-      split: on which it was evaluated along training.
-      accuracy: of its last evaluation there, nan if none is recorded.
-      claims: by name.
+      accuracy: of its last evaluation on ``split``, nan if none is recorded.
       directory: of the report.
     """
 
@@ -64,11 +60,7 @@ class ModelReport:
 
 
 def read_report(workdir: str | Path) -> ModelReport:
-    """Reads what ``--mode=analyze`` left in the directory of a run.
-
-    Raises:
-      FileNotFoundError: there is no report.
-    """
+    """Reads what ``--mode=analyze`` left in the directory of a run."""
     workdir = Path(workdir)
     table = workdir / "report" / "claims.csv"
     if not table.exists():
@@ -98,17 +90,11 @@ def _accuracy(metrics: Path) -> float:
 
 
 _Groups = Mapping[str, Sequence[ModelReport]]
+_Made = dict[str, list[Claim]]  # a claim by the groups that have it
 
 
 class Told(NamedTuple):
-    """A claim with what was found, by mechanism.
-
-    Attributes:
-      name, statement, source: as the claim has them.
-      verdicts: over the seeds of each mechanism on which it was measured.
-      numbers: of the first seed of each.
-      figure: a link to it, or nothing.
-    """
+    """A claim with verdicts over the seeds of each mechanism, and numbers of the first of them."""
 
     name: str
     statement: str
@@ -124,13 +110,12 @@ def told_of(reports: Sequence[ModelReport]) -> list[Told]:
     Over the seeds of a mechanism a verdict is counted, or decided by the interval of what decides
     it.
     """
-    groups = _groups(reports)
-    return [_told(name, groups) for name in _names(groups)]
+    return list(map(_told, _by_name(_groups(reports))))
 
 
-def _told(name: str, groups: _Groups) -> Told:
-    found = _made(name, groups)
-    owner, (claim, *_) = next(iter((found or _made(name, groups, measured=False)).items()))
+def _told(made: _Made) -> Told:
+    found = _measured(made)
+    owner, (claim, *_) = next(iter((found or made).items()))
     return Told(
         claim.name,
         claim.statement,
@@ -179,20 +164,19 @@ def by_model(told: Sequence[Told], field: str) -> str:
     return "\n".join(f"| {' | '.join(c.replace('|', '&#124;') for c in line)} |" for line in lines)
 
 
-def _names(groups: _Groups) -> list[str]:
-    """Of all claims, in the order in which they are met."""
-    every = itertools.chain.from_iterable(groups.values())
-    return list(dict.fromkeys(name for report in every for name in report.claims))
+def _by_name(groups: _Groups) -> list[_Made]:
+    """Each claim in the reports of the groups, in the order in which they are met."""
+    made: dict[str, _Made] = {}
+    for group, reports in groups.items():
+        for report in reports:
+            for name, claim in report.claims.items():
+                made.setdefault(name, {}).setdefault(group, []).append(claim)
+    return list(made.values())
 
 
-def _made(name: str, groups: _Groups, *, measured: bool = True) -> dict[str, list[Claim]]:
-    """A claim in the reports of each group, where it is in some."""
-    claims = {
-        group: [claim for report in reports if (claim := report.claims.get(name))]
-        for group, reports in groups.items()
-    }
-    wanted = lambda claim: not measured or claim.verdict != NOT_MEASURED
-    return {group: found for group, of in claims.items() if (found := [*filter(wanted, of)])}
+def _measured(made: _Made) -> _Made:
+    wanted = lambda claim: claim.verdict != NOT_MEASURED
+    return {group: found for group, of in made.items() if (found := [*filter(wanted, of)])}
 
 
 def _groups(reports: Sequence[ModelReport]) -> dict[str, list[ModelReport]]:
@@ -276,7 +260,10 @@ def write_claims(
     groups, told = _groups(reports), told_of(reports)
     page = document.render(
         "claims.md",
-        models=_models(groups),
+        models=[
+            (group, ", ".join(f"{report.accuracy:.4f}" for report in of_group))
+            for group, of_group in groups.items()
+        ],
         size=", ".join(dict.fromkeys("{} blocks of width {}".format(*r.size) for r in reports)),
         tally=_tally(groups),
         commands=_commands(groups),
@@ -304,19 +291,11 @@ def write_claims(
     return out
 
 
-def _models(groups: _Groups) -> list[tuple[str, str]]:
-    """Each mechanism with the accuracies of its seeds."""
-    return [
-        (group, ", ".join(f"{report.accuracy:.4f}" for report in reports))
-        for group, reports in groups.items()
-    ]
-
-
 def _tally(groups: _Groups) -> str:
     """How the claims stand, over all models that they were measured on."""
     kinds: Counter[str] = Counter()
-    for name in _names(groups):
-        verdicts = {_verdict(claims) for claims in _made(name, groups).values()}
+    for made in _by_name(groups):
+        verdicts = {_verdict(claims) for claims in _measured(made).values()}
         [kind] = verdicts if len(verdicts) == 1 else [None if verdicts else NOT_MEASURED]
         kind = "differ between models" if kind is None else kind
         kinds["hold under a condition" if kind.startswith("holds only") else kind] += 1

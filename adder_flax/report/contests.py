@@ -58,10 +58,6 @@ def read_contest(folder: str | Path, second: str, first: str) -> Contest:
     """Reads two arms of a comparison, of second order and of first, from its ``runs.csv``.
 
     The second is the baseline of the comparison, whose score is the target.
-
-    Raises:
-      FileNotFoundError: there are no results.
-      ValueError: there are no such arms, or their runs have no accuracy or no seed in common.
     """
     runs = read_runs(folder)
     if runs.score not in _RIGHT:

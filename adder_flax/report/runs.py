@@ -12,13 +12,7 @@ _TEST = "test_"
 
 
 class Run(NamedTuple):
-    """A final run.
-
-    Attributes:
-      score: on the test split.
-      steps: of its training.
-      to_target: steps after which it was at the validation target; None where it never was.
-    """
+    """A final run, and its steps to the validation target; None where it never was there."""
 
     score: float
     steps: int
@@ -27,12 +21,10 @@ class Run(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """Final runs of the arms of a comparison.
+    """Final runs of the arms of a comparison, by seed.
 
-    Attributes:
-      folder: its results.
-      score: what runs are judged by on the test split, such as ``accuracy``.
-      arms: by seed the runs of each arm, whose name is its levels with commas between them.
+    They are judged by a ``score`` on the test split. The name of an arm is its levels with commas
+    between them.
     """
 
     folder: Path
@@ -41,15 +33,7 @@ class Runs:
 
 
 def read_runs(folder: str | Path) -> Runs:
-    """Reads the final runs of a comparison.
-
-    Args:
-      folder: its results.
-
-    Raises:
-      FileNotFoundError: there are no results.
-      ValueError: the file is not one that ``--mode=compare`` writes.
-    """
+    """Reads the final runs of a comparison from the folder of its results."""
     folder = Path(folder)
     path = folder / "runs.csv"
     if not path.exists():

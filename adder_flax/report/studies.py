@@ -21,13 +21,7 @@ _STUDIED_STEPS = 3
 
 
 class Trained(NamedTuple):
-    """A run at a checkpoint.
-
-    Attributes:
-      name: in captions.
-      run: as it was built.
-      state: that was restored.
-    """
+    """A run at a checkpoint, with its name in captions and the state that was restored."""
 
     name: str
     run: "Run"
@@ -79,10 +73,7 @@ def study_classification(trained: Trained, baseline: Trained | None) -> ImageStu
         untrained=observe("untrained", run.model(start["params"]), images),
         pictures=batch["image"],
         label_names=source.label_names,
-        second_order={
-            "from the start": steps(start),
-            "from the checkpoint": steps(trained.state),
-        },
+        second_order={"from the start": steps(start), "from the checkpoint": steps(trained.state)},
         peak_learning_rate=run.config.optimizer.learning_rate,
     )
 

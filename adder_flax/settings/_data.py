@@ -26,15 +26,10 @@ class DataSettings:
         "train", "what is trained on; train[:90%] is a part of it", expected=_SPLIT
     )
     eval_split: str = setting(
-        "eval",
-        "what is evaluated on; eval: the first of validation, val and test",
-        expected=_SPLIT,
+        "eval", "what is evaluated on; eval: the first of validation, val and test", expected=_SPLIT
     )
     repeats: int = setting(
-        1,
-        "rows of a batch with one record, each augmented on its own",
-        ge=1,
-        le=1024,
+        1, "rows of a batch with one record, each augmented on its own", ge=1, le=1024
     )
     image_size: int | None = setting(
         224, "side of the images, pixels; 0 is the set's own", words={0: None}, ge=1, le=8192

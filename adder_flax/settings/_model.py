@@ -173,8 +173,7 @@ class BlockSettings(AttentionSettings):
         le=0.01,
     )
     norm_position: Literal["pre", "post"] = setting(
-        "pre",
-        "LayerNorm in front of attention and MLP, or behind their sums",
+        "pre", "LayerNorm in front of attention and MLP, or behind their sums"
     )
     dropout_rate: float = setting(
         0.0, "of embeddings, after attention and in the MLPs", data="if on", ge=0, lt=1
@@ -215,8 +214,7 @@ class VitSettings(BlockSettings):
     stem_linear: Literal["dense", "adder"] = setting("dense", "layers of these convolutions")
     pooling: Literal["cls", "mean"] = setting("cls", "the class token, or the mean of the patches")
     distilled: bool = setting(
-        False,
-        "a second token whose head learns from a teacher; needs the class token",
+        False, "a second token whose head learns from a teacher; needs the class token"
     )
     dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "of the computation")
     anneal_start: float = setting(
@@ -226,10 +224,7 @@ class VitSettings(BlockSettings):
         lt=1,
     )
     anneal_end: float = setting(
-        0.0,
-        "share after which all have the L1 distance; 0: from the start",
-        ge=0,
-        le=1,
+        0.0, "share after which all have the L1 distance; 0: from the start", ge=0, le=1
     )
     anneal_blocks: Literal["together", "in_turn"] = setting(
         "together", "whether blocks do so at once or in turn"

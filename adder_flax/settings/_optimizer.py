@@ -37,8 +37,7 @@ class KfacSettings:
         "step", _KFAC["learning_rate"], _FACTOR, data=True, gt=0, le=1e6
     )
     step: Literal["rms", "share", "clip"] = setting(
-        "rms",
-        "length of a layer's step: Muon's, a share of its weights, or within kl_clip",
+        "rms", "length of a layer's step: Muon's, a share of its weights, or within kl_clip"
     )
     damping: float = following("step", _KFAC["damping"], _DAMPING, data=True, gt=0, le=1e12)
     iterations: int = following(
@@ -219,10 +218,7 @@ class OptimizerSettings:
         le=1e6,
     )
     layer_decay: float = setting(
-        1.0,
-        "rate of a block over the next one's, for fine-tuning; 1 is off",
-        gt=0,
-        le=1,
+        1.0, "rate of a block over the next one's, for fine-tuning; 1 is off", gt=0, le=1
     )
     freeze: str = setting(
         "",

@@ -303,12 +303,9 @@ def filled(settings: type, fields: Mapping[str, Any]) -> dict[str, Any]:
     return full | {
         name: value
         for name, value in fields.items()
-        if name not in full and not _changes_nothing(retired.get(name, ()), value)
+        if name not in full
+        and (isinstance(retired.get(name, ()), str) or _plain(value) not in retired.get(name, ()))
     }
-
-
-def _changes_nothing(retired: Any, value: Any) -> bool:
-    return not isinstance(retired, str) and _plain(value) in retired
 
 
 def completed(settings: type, fields: Mapping[str, Any]) -> dict[str, Any]:

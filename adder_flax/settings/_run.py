@@ -44,8 +44,7 @@ class RunSettings:
         0, "of initialisation, shuffling, augmentation, dropout", data=True, ge=0, le=2**32 - 1
     )
     init: Literal["sequence", "path"] = setting(
-        "sequence",
-        "random numbers of a parameter: the next ones, or those of its path",
+        "sequence", "random numbers of a parameter: the next ones, or those of its path"
     )
     init_from: str = setting(
         "",

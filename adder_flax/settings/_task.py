@@ -102,8 +102,7 @@ class ClassificationSettings(AugmentSettings):
         "classification", "the task, whose own fields follow", expected="the name of a task"
     )
     loss: Literal["softmax", "sigmoid"] = setting(
-        "softmax",
-        "cross-entropy of one class out of all; sigmoid: of each (DeiT III)",
+        "softmax", "cross-entropy of one class out of all; sigmoid: of each (DeiT III)"
     )
 
     def faults(self, where: str) -> Iterator[str]:

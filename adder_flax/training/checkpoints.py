@@ -49,11 +49,6 @@ class SavedCheckpoints:
             names = [path.name for path in self._directory.iterdir() if path.is_dir()]
         except FileNotFoundError:
             return []
-        except OSError as error:
-            raise RunError(
-                f"expected a directory of checkpoints at {self._directory}, got: {error.strerror}; "
-                "make it one that can be read, or move it away"
-            ) from error
         return sorted(int(n) for n in names if n.isdecimal() and n == str(int(n)))
 
     def score(self, step: int) -> float | None:

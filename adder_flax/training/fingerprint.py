@@ -21,20 +21,13 @@ OPERATIONAL_FIELDS = (
 
 
 def flatten_config(config: Any) -> dict[str, Any]:
-    """Returns ``{"model.width": 192, …}``, with lists for tuples as JSON has them.
-
-    >>> flatten_config({"seed": 0, "model": {"width": 192}})
-    {'seed': 0, 'model.width': 192}
-    """
+    """Returns ``{"model.width": 192, …}``, with lists for tuples as JSON has them."""
     flat = flatten_dict(config.to_dict() if hasattr(config, "to_dict") else config, sep=".")
     return {name: list(x) if isinstance(x, tuple) else x for name, x in flat.items()}
 
 
 def with_defaults(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns flattened fields with those that a later version has added, at their defaults.
-
-    'adamw'
-    """
+    """Returns flattened fields with those that a later version has added, at their defaults."""
     return flatten_config(completed(RunSettings, unflatten_dict(flat, sep=".")))
 
 

@@ -71,12 +71,6 @@ def scale_by_adam(
 
     The ``update`` also takes ``sound=``, whether the step counts; where it does not, the state
     stays as it was and updates mean nothing.
-
-    >>> adam = scale_by_adam(0.9, 0.999, 1e-8)
-    >>> grads = {"w": jnp.array([3.0, -0.5])}
-    >>> updates, state = adam.update(grads, adam.init(grads))
-    >>> updates["w"].round(3).tolist(), int(state.count)
-    ([1.0, -1.0], 1)
     """
 
     def init(params: Any) -> AdamState:
@@ -127,12 +121,6 @@ def scale_by_adder_rate(eta: float) -> optax.GradientTransformation:
     return _for_each(scale)
 
 
-def _clip_each(limit: float | Array) -> optax.GradientTransformation:
-    return _for_each(
-        lambda gradient: gradient * (limit / jnp.maximum(limit, optax.tree.norm(gradient)))
-    )
-
-
 def _for_each(scale: Callable[[Array], Array]) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, params: jax.tree.map(scale, updates))
 
@@ -174,13 +162,17 @@ def _adam(spec: OptimizerSpec, *, nesterov: bool = False) -> optax.GradientTrans
 
 
 def _decoupled(
-    spec: OptimizerSpec, *stages: optax.GradientTransformation
+    spec: OptimizerSpec,
+    direction: optax.GradientTransformation,
+    *behind: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
+    """A direction, the decay beside it, what comes behind both, and the rate."""
     # Nested, so that a checkpoint holds the optimizer's own state in one place, whatever
     # stages come before it.
     optimizer = optax.chain(
-        *stages,
+        direction,
         optax.add_decayed_weights(spec.settings.weight_decay, mask=spec.decayed),
+        *behind,
         optax.scale_by_learning_rate(spec.learning_rate),
     )
     return optax.chain(*_gradient_stages(spec), optimizer)
@@ -232,13 +224,8 @@ def _lamb(spec: OptimizerSpec) -> optax.GradientTransformation:
     As in NVIDIA's and timm's code, which trained DeiT III, what is not decayed takes the steps as
     they are: biases, norms, embeddings; and prototypes of adder layers.
     """
-    c = spec.settings
-    decay = optax.add_decayed_weights(c.weight_decay, mask=spec.decayed)
     trust = optax.masked(optax.scale_by_trust_ratio(), spec.decayed)
-    optimizer = optax.chain(
-        _adam(spec), decay, trust, optax.scale_by_learning_rate(spec.learning_rate)
-    )
-    return optax.chain(*_gradient_stages(spec), optimizer)
+    return _decoupled(spec, _adam(spec), trust)
 
 
 # Root mean square of Muon's steps per learning rate: about AdamW's, so that one learning
@@ -274,9 +261,11 @@ def _muon(spec: OptimizerSpec) -> optax.GradientTransformation:
 
 def _gradient_stages(spec: OptimizerSpec) -> list[optax.GradientTransformation]:
     c, stages = spec.settings, []
-    if is_on(c.clip_norm):
-        clips = {"all": optax.clip_by_global_norm, "each": _clip_each}
-        stages.append(clips[c.clip_scope](c.clip_norm))
+    if is_on(limit := c.clip_norm):
+        clip = lambda gradient: gradient * (limit / jnp.maximum(limit, optax.tree.norm(gradient)))
+        stages.append(
+            optax.clip_by_global_norm(limit) if c.clip_scope == "all" else _for_each(clip)
+        )
     if is_on(c.adder_rate):
         prototypes = spec.mask(lambda facts: facts.role == "prototype")
         stages.append(optax.masked(scale_by_adder_rate(c.adder_rate), prototypes))
@@ -366,19 +355,10 @@ def learning_rate(
     warmup_steps: float | Array,
     num_steps: float | Array,
 ) -> Float[Array, ""]:
-    """Linear warm-up from 0, then cosine decay to ``final_learning_rate`` at ``num_steps``.
+    """What ``optax.warmup_cosine_decay_schedule`` computes, whose lengths cannot be traced.
 
-    What ``optax.warmup_cosine_decay_schedule`` computes, whose lengths cannot be traced: steps are
-    counted from 0, the first with the rate 0 if there is a warm-up, the last with one just above
-    the final one. With the schedule ``"constant"`` the rate stays at its peak.
-
-    Example:
-      >>> settings = OptimizerSettings(learning_rate=1.0, final_learning_rate=0.0)
-      >>> [
-      ...     round(float(learning_rate(settings, step, warmup_steps=2, num_steps=4)), 4)
-      ...     for step in (0, 1, 2, 3)
-      ... ]
-      [0.0, 0.5, 1.0, 0.5]
+    Steps are counted from 0, the first with the rate 0 if there is a warm-up, the last with one
+    just above the final one. With the schedule ``"constant"`` the rate stays at its peak.
     """
     peak = settings.learning_rate
     end = peak if settings.schedule == "constant" else settings.final_learning_rate
@@ -398,9 +378,6 @@ def rate_factors(params: Any, settings: OptimizerSettings) -> Any:
     With ``layer_decay`` d and n blocks that of the head is 1, of block i (from 0) d^(n - i), of the
     norm behind them that of the last, of the embeddings d^(n + 1): the rule of BEiT (Bao et al.,
     2022, https://arxiv.org/abs/2106.08254), as timm's `param_groups_layer_decay` has it.
-
-    Raises:
-      RunError: ``freeze`` names what is not there, or no block is.
 
     >>> params = {"blocks": {"0": 1, "1": 1}, "head": 1, "patch_embed": 1}
     >>> rate_factors(params, OptimizerSettings(layer_decay=0.5, freeze="blocks.1"))

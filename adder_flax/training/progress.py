@@ -71,10 +71,6 @@ class DeferredMetrics:
         """Measures speed from this step on: what else took time since the last does not count."""
         self._clock = (step, time.monotonic())
 
-    def is_logged(self, step: int) -> bool:
-        """Whether the numbers of a step are written."""
-        return step % self._run.config.log_every_steps == 0 or step == self._run.num_steps
-
     def put(self, step: int, metrics: Metrics) -> None:
         """Takes the metrics of a step that was handed to the devices."""
         self._newest = (step, metrics)
@@ -86,7 +82,7 @@ class DeferredMetrics:
         (step, metrics), self._newest = self._newest, None
         if self._run.config.non_finite == "stop" and not metrics["finite"]:
             return step
-        if self.is_logged(step):
+        if step % self._run.config.log_every_steps == 0 or step == self._run.num_steps:
             self._write(step, metrics)
         return None
 
@@ -113,12 +109,10 @@ class DeferredMetrics:
 
 
 class Profiler:
-    """Records the timeline of the steps from ``first`` to ``last``, both included.
+    """Records the timeline of a window of steps, both ends included, counted from 1 as in the log.
 
     XProf (``pip install xprof``, ``xprof --logdir=<directory>``) and https://ui.perfetto.dev open
     what it leaves in ``<directory>/plugins/profile/<time>``.
-
-    Both are counted from 1 as in the log; an empty window is none.
     """
 
     def __init__(self, window: Sequence[int], directory: str | Path):

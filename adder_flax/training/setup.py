@@ -344,7 +344,6 @@ def trace(run: Run) -> jax.stages.Traced:
 
 
 def _count_steps(settings: RunSettings, source: data.Source) -> tuple[int, int]:
-    """The steps of an epoch, and of the run."""
     if len(source) < settings.batch_size:
         raise RunError(
             f"expected config.batch_size of at most {len(source)} training "

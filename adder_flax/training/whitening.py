@@ -52,26 +52,13 @@ def scale_by_soap(
     eps: float | Array = 1e-8,
     interval: int = 10,
 ) -> optax.GradientTransformation:
-    """Adam in the eigenbases of Shampoo's factors.
+    """Adam in the eigenbases of Shampoo's factors, which are renewed every ``interval`` steps.
 
     Source: Vyas et al., 2024, https://arxiv.org/abs/2409.11321, algorithm 3.
 
-    The factors are running means of G Gᵀ and Gᵀ G. As in the authors' code the first step only
-    begins the factors, and new bases are one step of power iteration from the old, in the order of
-    their eigenvalues.
-
-    Args:
-      b1: decay of the mean of gradients.
-      b2: decay of the mean of their squares and of the factors.
-      eps: added to the root of the squares.
-      interval: steps from one basis to the next.
-
-    Example:
-      >>> stage = scale_by_soap()
-      >>> state = stage.init({"w": jnp.zeros((2, 3))})
-      >>> updates, state = stage.update({"w": jnp.ones((2, 3))}, state)
-      >>> float(jnp.abs(updates["w"]).max()), state.matrices["w"].scales.shape
-      (0.0, (2, 3))
+    The factors are running means of G Gᵀ and Gᵀ G, of the decay ``b2`` as the squares. As in the
+    authors' code the first step only begins the factors, and new bases are one step of power
+    iteration from the old, in the order of their eigenvalues.
     """
 
     def later(count: Array, gradient: Array, kept: Whitening) -> tuple[Array, Whitening]:
@@ -94,12 +81,9 @@ def scale_by_soap(
         return update, Whitening(mean, factors, bases, squares)
 
     def first(gradient: Array) -> Whitening:
-        factors = _mix_all(
-            _no_factors(gradient), (gradient @ gradient.T, gradient.T @ gradient), b2
-        )
-        return Whitening(
-            jnp.zeros_like(gradient), factors, _eigenvectors(factors), jnp.zeros_like(gradient)
-        )
+        factors = ((1 - b2) * (gradient @ gradient.T), (1 - b2) * (gradient.T @ gradient))
+        zeros = jnp.zeros_like(gradient)
+        return Whitening(zeros, factors, _eigenvectors(factors), zeros)
 
     return _stage(first, later)
 
@@ -119,31 +103,17 @@ def scale_by_kl_shampoo(
     eigenvalues begin at the first gradient's root mean square, so that their products are its
     square, and stay above the largest of their side divided by side²: whatever scale the gradients
     have, as long as their squares are numbers, the steps are the same.
-
-    Args:
-      b1: decay of the mean of gradients.
-      b2: decay of the factors.
-      eps: added to the roots of the eigenvalues' products.
-      interval: steps from one basis to the next.
-
-    Example:
-      >>> stage = scale_by_kl_shampoo()
-      >>> state = stage.init({"w": jnp.zeros((2, 3))})
-      >>> updates, state = stage.update({"w": jnp.ones((2, 3))}, state)
-      >>> [value.shape for value in state.matrices["w"].scales]
-      [(2,), (3,)]
     """
 
     def later(count: Array, gradient: Array, kept: Whitening) -> tuple[Array, Whitening]:
         left, right = kept.bases
         began = (_begin(kept.scales[0], gradient), _begin(kept.scales[1], gradient))
-        rows, columns = (jnp.sqrt(_positive(value)) for value in began)
+        # A layer without a gradient so far has eigenvalues of 0.
+        rows, columns = (jnp.sqrt(jnp.maximum(v, jnp.finfo(v.dtype).tiny)) for v in began)
         mean = _mix(kept.mean, gradient, b1)
         update = left @ (left.T @ mean @ right / (jnp.outer(rows, columns) + eps)) @ right.T
-        whitened_rows, whitened_columns = (
-            (left.T @ gradient) / rows[:, None],
-            (gradient @ right) / columns,
-        )
+        whitened_rows = (left.T @ gradient) / rows[:, None]
+        whitened_columns = (gradient @ right) / columns
         m, n = gradient.shape
         found = whitened_columns @ whitened_columns.T / n, whitened_rows.T @ whitened_rows / m
         rotated = left.T @ gradient @ right
@@ -162,8 +132,8 @@ def scale_by_kl_shampoo(
 
     def first(gradient: Array) -> Whitening:
         m, n = gradient.shape
-        found = gradient @ gradient.T / n, gradient.T @ gradient / m
-        factors = _mix_all(_no_factors(gradient), found, b2)
+        share = 1 - b2
+        factors = (share * (gradient @ gradient.T / n), share * (gradient.T @ gradient / m))
         scales = tuple(_begin(jnp.zeros(side, gradient.dtype), gradient) for side in (m, n))
         return Whitening(jnp.zeros_like(gradient), factors, _eigenvectors(factors), scales)
 
@@ -171,8 +141,6 @@ def scale_by_kl_shampoo(
 
 
 def _stage(first: Callable[[Array], Whitening], later: Callable) -> optax.GradientTransformation:
-    """Makes a stage of what is done to a matrix at the first step, and at those after it."""
-
     def init(params: Any) -> WhiteningState:
         begin = lambda parameter: jax.tree.map(jnp.zeros_like, _stacked(first)(_wide(parameter)))
         return WhiteningState(jnp.zeros((), jnp.int32), jax.tree.map(begin, params))
@@ -226,16 +194,6 @@ def _mix_all(means: Pair, new: Pair, decay: float | Array) -> Pair:
 def _begin(values: Array, gradient: Array) -> Array:
     # The gradient's root mean square where none is known yet.
     return jnp.where(values.max() > 0, values, jnp.sqrt((gradient**2).mean()))
-
-
-def _positive(values: Array) -> Array:
-    # Of a layer without a gradient so far.
-    return jnp.maximum(values, jnp.finfo(values.dtype).tiny)
-
-
-def _no_factors(gradient: Array) -> Pair:
-    m, n = gradient.shape
-    return jnp.zeros((m, m), gradient.dtype), jnp.zeros((n, n), gradient.dtype)
 
 
 def _eigenvectors(factors: Pair) -> Pair:

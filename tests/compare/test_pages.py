@@ -8,11 +8,9 @@ import pytest
 from ml_collections import ConfigDict
 
 from adder_flax import compare, packed
-from adder_flax.compare.blocks import as_markdown
-from adder_flax.compare.page import page_of
-from adder_flax.compare.table import rows_of
 from adder_flax.experiment import load_experiment
 from adder_flax.settings import CompareSettings, filled
+from tests.compare.tiny import page_of_records
 from tests.processes import ROOT
 
 RESULTS = ROOT / "results"
@@ -30,7 +28,7 @@ def test_a_page_is_what_its_records_give(name, monkeypatch, tmp_path):
     folder = RESULTS.relative_to(ROOT) / name
     kept = load_experiment(str(folder / packed.NAME)).to_dict()
     comparison = compare.Comparison(ConfigDict(filled(CompareSettings, kept)), tmp_path)
-    made = as_markdown(page_of(comparison, rows_of(comparison)))
+    made = page_of_records(comparison)
     assert (folder / "results.md").read_text() == made
     shown = set(re.findall(r"\(figures/(\w+\.svg)\)", made))
     assert {path.name for path in (folder / "figures").glob("*.svg")} == shown

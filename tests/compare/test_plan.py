@@ -145,9 +145,8 @@ def test_a_level_can_have_a_space_of_its_own():
     shared = {"optimizer": {"weight_decay": ("log", 1e-3, 1e-1)}}
     plan = Plan(make_config(factors={"optimizer": levels}, search=shared))
     spaces = {name: set(arm.space) for name, arm in plan.arms.items()}
-    decay, rate, momentum = (
-        f"optimizer.{name}" for name in ("weight_decay", "learning_rate", "momentum")
-    )
+    names = ("weight_decay", "learning_rate", "momentum")
+    decay, rate, momentum = (f"optimizer.{name}" for name in names)
     assert spaces == {"adamw": {decay, rate}, "sgd": {decay, momentum}}
     assert plan.searched == (decay, rate, momentum)
     cell = plan.cell(plan.arms["sgd"], FINAL, 0, {decay: 0.01, momentum: 0.5})

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +32,7 @@ from adder_flax.data.augmentation import (
 )
 from adder_flax.settings import AugmentSettings, ClassificationSettings
 from adder_flax.tasks import Classification
-from tests.processes import ROOT, simulated_devices
+from tests.processes import run_code, simulated_devices
 
 KEY = jax.random.key(0)
 # Compiled whole, since one by one their operations take longer to compile.
@@ -423,16 +421,11 @@ print(re.findall(kinds, program.as_text()))
 @pytest.mark.slow
 def test_sharded_over_devices_equals_unsharded():
     """And the only communication is what reverses images and targets for Mixup and CutMix."""
-    environment = simulated_devices(8)
     # The programs are small: spend the time on running them, not on optimising them.
-    environment["XLA_FLAGS"] += (
-        " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", SHARDED], env=environment, cwd=ROOT, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "['collective-permute', 'collective-permute']"
+    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    flags = f"{simulated_devices(8)['XLA_FLAGS']} {flags}"
+    found = run_code(SHARDED, XLA_FLAGS=flags)
+    assert found.strip() == "['collective-permute', 'collective-permute']"
 
 
 def test_statistics_of_digits():

@@ -102,7 +102,7 @@ def test_magnitudes_mean_what_they_mean_in_timm():
     }
     for sign, expected in tables.items():
         magnitudes, signs = jnp.array([0.0, 5, 9, 10]), jnp.full(4, float(sign))
-        got = operation_arguments(magnitudes, signs)
+        got = jax.jit(operation_arguments)(magnitudes, signs)
         for name, values in expected.items():
             np.testing.assert_allclose(got[OPERATIONS.index(name)], values, atol=1e-6, err_msg=name)
 
@@ -112,7 +112,8 @@ def test_what_is_drawn_has_timms_distribution():
     alike."""
     settings = AugmentSettings(rand_augment_magnitude=9.0, rand_augment_std=0.5)
     count = 60_000
-    operation, argument = map(np.asarray, draw_layer(jax.random.key(0), count, settings))
+    draw = jax.jit(lambda key: draw_layer(key, count, settings))
+    operation, argument = map(np.asarray, draw(jax.random.key(0)))
     frequency = np.bincount(operation + 1, minlength=16) / count
     expected = np.array([0.5, *[0.5 / 15] * 15])
     sigma = np.sqrt(expected * (1 - expected) / count)

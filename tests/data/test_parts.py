@@ -70,4 +70,4 @@ def numbered(source):
     whole = load_source("digits", "train")
     rows = {image.tobytes(): row for row, image in enumerate(whole.images)}
     assert len(rows) == len(whole)  # no image twice
-    return [rows[source[i]["image"].tobytes()] for i in range(len(source))]
+    return [rows[image.tobytes()] for image in _images(source)]

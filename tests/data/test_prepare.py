@@ -154,9 +154,8 @@ def test_folder_is_copied_without_encoding_again(image_folder, tmp_path):
     content = [as_set(*s.read(np.arange(8))[0].values()) for s in (fast, direct)]
     assert content[0] == content[1]
     assert load_source("my_images", "eval", image_size=16, **own).split == "val"
-    with pytest.raises(
-        DataError, match="for my_images, whose images are not all square and of one"
-    ):
+    said = "for my_images, whose images are not all square and of one"
+    with pytest.raises(DataError, match=said):
         load_source("my_images", "train", **own)
 
 

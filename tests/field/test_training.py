@@ -7,8 +7,6 @@ import dataclasses
 import itertools
 import json
 import math
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +34,7 @@ from adder_flax.training.optimizers import CurvatureOptimizer, find_layers
 from adder_flax.training.skeleton import joined, take_apart
 from adder_flax.training.step import Parts, init_state, make_loss_fn
 from adder_flax.training.workdir import check_jax_settings, write_jax_settings
-from tests.processes import ROOT, simulated_devices
+from tests.processes import run_code
 from tests.training.tiny import TINY
 
 LENGTHS = np.array([5, 1, 2, 1, 4, 1, 3, 1])  # real positions of eight rows: even rows are long
@@ -436,16 +434,8 @@ for sizes in json.loads(sys.argv[1]):
 @pytest.mark.slow
 def test_statistics_and_streams_are_those_of_one_device_on_eight():
     meshes = [(1, 1, 1), (8, 1, 1), (2, 4, 1), (2, 2, 2)]
-    done = subprocess.run(
-        [sys.executable, "-c", _ON_DEVICES, json.dumps(meshes)],
-        env=simulated_devices(8),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    one, *others = map(json.loads, done.stdout.splitlines())
+    printed = run_code(_ON_DEVICES, json.dumps(meshes), devices=8)
+    one, *others = map(json.loads, printed.splitlines())
     assert len(others) == 3
     for other in others:
         jax.tree.map(

@@ -5,12 +5,11 @@ import dataclasses
 import json
 import re
 
-import numpy as np
 import pytest
+from PIL import Image
 
 from adder_flax import packed
-from adder_flax.report import claims, save_figure
-from adder_flax.report._style import new_figure
+from adder_flax.report import claims
 from adder_flax.report.claims import by_model, claims_list, read_report, told_of, write_claims
 from adder_flax.report.page import Claim
 
@@ -34,10 +33,8 @@ def make_run(tmp_path):
         (workdir / "config.json").write_text(json.dumps(config))
         lines = [{"eval/accuracy": 0.1}, {"eval/accuracy": accuracy}, {"train/loss": 1}]
         (workdir / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        figure, axes = new_figure(2, 2)
-        axes[0, 0].imshow(np.eye(3))
         for name in ("curve", "maps"):
-            save_figure(figure, workdir / "report" / "figures" / name, ("png",))
+            Image.new("RGB", (9, 9)).save(workdir / "report" / "figures" / f"{name}.png")
         return workdir
 
     return make

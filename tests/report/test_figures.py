@@ -1,9 +1,5 @@
 """Figures: what is drawn is what was given, and nothing depends on pyplot's state."""
 
-import json
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from flax import nnx
@@ -171,15 +167,3 @@ def test_saved_files_are_reproducible(tmp_path):
     assert [path.name for path in first] == ["a.png", "a.svg"]
     assert first[0].read_bytes().startswith(b"\x89PNG")
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
-
-
-def test_import_is_light_and_no_pyplot_is_used(tmp_path):
-    code = f"""
-import json, sys
-from adder_flax import report
-heavy = [name for name in ("matplotlib", "scipy", "sklearn", "orbax", "grain") if name in sys.modules]
-report.save_figure(report.curves_figure([{{"step": 1, "eval/loss": 1.0}}]), {str(tmp_path / "x")!r})
-print(json.dumps([heavy, "matplotlib.pyplot" in sys.modules]))
-"""  # noqa: E501 - lines of another language
-    out = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert json.loads(out) == [[], False]

@@ -67,9 +67,8 @@ def test_verdicts_turn_with_the_numbers():
 def test_uniform_maps_keep_the_mask(temperature):
     options = dict(score="dot", temperature=temperature, rngs=nnx.Rngs(0))
     layer = attention.SequenceAttention(4, 4, **options)
-    query, key = (
-        np.random.default_rng(n).standard_normal((2, 3 + n, 4)).astype(np.float32) for n in (0, 1)
-    )
+    normal = lambda n: np.random.default_rng(n).standard_normal((2, 3 + n, 4)).astype(np.float32)
+    query, key = normal(0), normal(1)
     mask = np.arange(4) < np.array([[2], [4]])
     _, weights = with_uniform_maps(layer)(query, key, mask=mask[:, None], return_weights=True)
     expected = np.broadcast_to(mask[:, None] / mask.sum(-1)[:, None, None], (2, 3, 4))

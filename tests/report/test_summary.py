@@ -41,9 +41,15 @@ def test_deit_against_published_numbers(width, heads, parameters, gmacs):
 SMALL = SIZES | {"depth": 2}
 
 
-def test_parts_sum_to_the_whole():
+@pytest.fixture(scope="module")
+def of_adder():
+    """A small adder network, abstract, and its rows."""
     model = abstract(**SMALL, **ADDER)
-    *parts, total = summary_rows(model, DIGIT)
+    return model, summary_rows(model, DIGIT)
+
+
+def test_parts_sum_to_the_whole(of_adder):
+    model, [*parts, total] = of_adder
     assert sum(row.parameters for row in parts) == total.parameters
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
     assert total.parameters == sum(leaf.size for leaf in leaves)
@@ -53,8 +59,8 @@ def test_parts_sum_to_the_whole():
     assert sum(row.joules for row in parts) == pytest.approx(total.joules)
 
 
-def test_adder_elements_by_hand():
-    rows = {row.part: row for row in summary_rows(abstract(**SMALL, **ADDER), DIGIT)}
+def test_adder_elements_by_hand(of_adder):
+    rows = {row.part: row for row in of_adder[1]}
     tokens, width, head_dim = 17, 16, 8
     elements = lambda part: rows[f"blocks: {part}"].operations.l1_elements
     assert elements("query, key, value") == 2 * 3 * tokens * width * width
@@ -66,12 +72,13 @@ def test_adder_elements_by_hand():
 
 
 def test_text_is_aligned_and_says_its_conventions():
-    text = summary_text(abstract(**SMALL, **ADDER), DIGIT).splitlines()
+    sizes = SMALL | {"depth": 1}
+    text = summary_text(abstract(**sizes, **ADDER), DIGIT).splitlines()
     rule = next(i for i, line in enumerate(text) if set(line) == {"-"})
     assert len({len(line) for line in text[: rule + 2]}) == 1
     assert text[rule + 1].startswith("total")
     assert any("at 1 addition" in line for line in text)
-    assert "at 1 addition" not in summary_text(abstract(**SMALL), DIGIT)
+    assert "at 1 addition" not in summary_text(abstract(**sizes), DIGIT)
 
 
 def test_summaries_wait_for_no_kernels(monkeypatch):
@@ -79,7 +86,8 @@ def test_summaries_wait_for_no_kernels(monkeypatch):
         assert name == "reference", f"asked whether {name} can run, which may build it"
 
     monkeypatch.setattr(_backend, "_why_unavailable", answer)
-    assert summary_rows(abstract(**SMALL, **ADDER), DIGIT)[-1].operations.l1_elements > 0
+    model = abstract(**SMALL | {"depth": 1, "score": "adder"})
+    assert summary_rows(model, DIGIT)[-1].operations.l1_elements > 0
 
 
 def test_parts_of_a_model_that_names_none():

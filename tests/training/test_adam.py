@@ -31,7 +31,7 @@ def test_it_is_optax_adam(nesterov):
         jax.tree.map(np.testing.assert_array_equal, tuple(state), tuple(expected_state))
 
 
-@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, 1.0])
+@pytest.mark.parametrize("value", [jnp.nan, 1.0])
 def test_a_step_that_is_not_sound_changes_no_moment(value):
     adam = scale_by_adam(0.9, 0.99, 1e-3)
     _, before = adam.update(gradients(0), adam.init(gradients(0)), sound=jnp.asarray(True))

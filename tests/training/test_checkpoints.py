@@ -2,6 +2,7 @@
 
 import logging
 import os
+import resource
 import shutil
 
 import jax
@@ -54,32 +55,14 @@ def flip(path, position):
     path.write_bytes(content)
 
 
+def data_of(checkpoint):
+    """A file with arrays."""
+    return next((checkpoint / "state" / "ocdbt.process_0" / "d").iterdir())
+
+
 def same(state, step):
-    return all(
-        jax.tree.leaves(
-            jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), state, make_state(step))
-        )
-    )
-
-
-@pytest.mark.slow
-def test_a_flipped_bit_changes_nothing_or_is_noticed(directory, caplog):
-    draw = np.random.default_rng(0)
-    files = sorted(path for path in (directory / "2").rglob("*") if path.is_file())
-    fell_back = 0
-    for path in files:
-        whole = path.read_bytes()
-        for position in draw.integers(8 * len(whole), size=3):
-            flip(path, position)
-            caplog.clear()
-            with caplog.at_level(logging.WARNING):
-                state = SavedCheckpoints(directory).restore(ABSTRACT)
-            step = int(state["step"])
-            assert same(state, step), (path.name, position)
-            assert step == 2 or "Checkpoint 2 cannot be read" in caplog.text
-            fell_back += step == 1
-            path.write_bytes(whole)
-    assert fell_back > len(files) / 2
+    alike = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), state, make_state(step))
+    return all(jax.tree.leaves(alike))
 
 
 def test_the_best_and_the_last_checkpoint_are_kept(tmp_path):
@@ -94,7 +77,7 @@ def test_the_best_and_the_last_checkpoint_are_kept(tmp_path):
 
 def test_reading_writes_nothing_and_needs_no_permission_to(directory):
     (directory / "3.orbax-checkpoint-tmp").mkdir()
-    flip(next((directory / "2" / "state" / "ocdbt.process_0" / "d").iterdir()), 999)
+    flip(data_of(directory / "2"), 999)
     before = snapshot(directory)
     reader = SavedCheckpoints(directory)
     assert same(reader.restore(ABSTRACT), 1)
@@ -124,22 +107,42 @@ def test_a_checkpoint_that_the_trainer_deletes_meanwhile_is_not_missed(
 def test_what_is_set_aside_never_replaces_what_was(directory):
     for attempt in range(3):
         with Checkpoints(directory, keep_last=2) as checkpoints:
-            flip(
-                next((directory / "2" / "state" / "ocdbt.process_0" / "d").iterdir()), 900 + attempt
-            )
+            flip(data_of(directory / "2"), 900 + attempt)
             assert same(checkpoints.restore(ABSTRACT), 1)
             checkpoints.save(2, make_state(2), score=0.5)
     aside = ["2.unreadable", "2.unreadable.2", "2.unreadable.3"]
     assert sorted(os.listdir(directory)) == ["1", "2", *aside]
-    assert (
-        len(
-            {
-                next((directory / name / "state" / "ocdbt.process_0" / "d").iterdir()).read_bytes()
-                for name in aside
-            }
-        )
-        > 1
-    )
+    assert len({data_of(directory / name).read_bytes() for name in aside}) > 1
+
+
+def test_where_no_checkpoint_can_be_read_none_is_moved(directory):
+    for path in directory.rglob("d/*"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with (
+        Checkpoints(directory) as checkpoints,
+        pytest.raises(RunError, match="only unreadable ones: {2: .* 1: "),
+    ):
+        checkpoints.restore(ABSTRACT)
+    assert sorted(path.name for path in directory.iterdir() if path.is_dir()) == ["1", "2"]
+
+
+def test_a_full_disk_stops_the_run_and_leaves_the_older_checkpoint(tmp_path):
+    # A limit on the size of files makes the kernel refuse to write, as a full disk does.
+    incompressible = jax.random.normal(jax.random.key(0), (2**20,))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, make_state(1))
+        checkpoints.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, hard))
+        try:
+            with pytest.raises(RunError, match="what was written before is whole, mend that"):  # noqa: PT012
+                checkpoints.save(2, make_state(2) | {"params": {"kernel": incompressible}})
+                checkpoints.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps == [1]
+        assert same(checkpoints.restore(ABSTRACT), 1)
 
 
 def test_the_best_is_not_guessed(directory):
@@ -170,22 +173,15 @@ def test_what_a_killed_run_was_about_to_delete_is_deleted(directory):
 
 @pytest.mark.parametrize("which", ["last", "best", 7])
 def test_no_checkpoint_is_one_message(which, tmp_path):
-    with pytest.raises(
-        RunError, match="expected a readable checkpoint in .* got none; train first"
-    ):
+    with pytest.raises(RunError, match="a readable checkpoint in .* got none; train first"):
         SavedCheckpoints(tmp_path / "nowhere").restore(ABSTRACT, which)
-    (tmp_path / "file").touch()
-    with pytest.raises(RunError, match="directory of checkpoints"):
-        SavedCheckpoints(tmp_path / "file").restore(ABSTRACT, which)
 
 
 def test_a_state_of_another_version_is_named_by_what_differs(directory):
     before = snapshot(directory)
     other = {"step": ABSTRACT["step"], "params": {"kernel": ABSTRACT["params"]["kernel"]}, "ema": 1}
-    with pytest.raises(
-        RunError,
-        match="another version .*: it has params/bias; it lacks ema; go on with it by that",
-    ):
+    said = "another version .*: it has params/bias; it lacks ema; go on with it by that"
+    with pytest.raises(RunError, match=said):
         SavedCheckpoints(directory).restore(other, 2)
     assert snapshot(directory) == before
 

@@ -1,8 +1,6 @@
 """Digests against a second implementation, what they must notice, and what must not change them."""
 
 import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 
 from adder_flax.training.digests import take_digests
-from tests.processes import ROOT, simulated_devices
+from tests.processes import run_code
 
 
 def digest(x):
@@ -74,15 +72,7 @@ print(json.dumps([*out, take_digests({"x": x})]))
 
 @pytest.mark.slow
 def test_however_an_array_is_split_over_devices_its_digest_is_the_same():
-    done = subprocess.run(
-        [sys.executable, "-c", _SPLIT],
-        env=simulated_devices(8),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    outcomes = json.loads(done.stdout)
+    outcomes = json.loads(run_code(_SPLIT, devices=8))
     assert len(outcomes) == 6
     assert all(outcome == outcomes[-1] for outcome in outcomes)
     assert outcomes[-1][1] == ["x"]

@@ -3,26 +3,23 @@
 import dataclasses
 import importlib.util
 import re
-import subprocess
-import sys
 import types
 
 import jax
 import pytest
 
 from adder_flax import training
+from adder_flax.experiments import common
 from adder_flax.training import RunError, estimate, topology_devices
 from adder_flax.training.estimate import _excess, _working_memory
 from adder_flax.training.topology import GIB, compiler_folder, memory_bytes
-from tests.processes import ROOT, simulated_devices
-from tests.training.tiny import TINY_FLAGS
+from tests.processes import run_code
+from tests.training.tiny import TINY, TINY_FLAGS
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason='compiling for TPUs needs libtpu: pip install "jax[tpu]"',
 )
-
-
 needs_gpu_compiler = pytest.mark.skipif(
     compiler_folder() is None, reason='needs pip install ".[gpu-compile]"'
 )
@@ -31,9 +28,6 @@ needs_gpu_compiler = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def estimated():
     """A run with averaged parameters on one device, and its estimate."""
-    from adder_flax.experiments import common
-    from tests.training.tiny import TINY
-
     config = common.deit("multiplicative", "tiny")
     config.update_from_flattened_dict(TINY | {"ema_decay": 0.9})
     run = training.build_run(config)
@@ -44,9 +38,8 @@ def test_memory_by_kind_against_the_arrays_of_the_run(estimated):
     run, result = estimated
     state = run.init()
     size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
-    assert (
-        result.memory["parameters"] == size(state["params"]) == result.memory["averaged parameters"]
-    )
+    parameters = size(state["params"])
+    assert result.memory["parameters"] == parameters == result.memory["averaged parameters"]
     assert result.memory["optimizer state"] == size(state["opt_state"])
     assert result.memory["batch"] == 32 * (8 * 8 + 4)
     assert result.memory["activations, gradients"] > result.memory["parameters"]
@@ -88,27 +81,19 @@ def test_the_size_that_does_not_fit_is_read_from_the_compilers_complaint(message
 
 @pytest.mark.parametrize(
     ("temporaries", "peak", "checked", "working"),
-    [
-        (10, 9, 16, 10),
-        (14, 12, 16, 10),
-        (14, 12, None, 14),
-    ],  # GiB: fits as laid out; not, but accepted; not checked
+    # GiB: fits as laid out; not, but accepted; not checked.
+    [(10, 9, 16, 10), (14, 12, 16, 10), (14, 12, None, 14)],
 )
 def test_what_was_accepted_is_counted_as_laid_out_or_at_its_peak(
     temporaries, peak, checked, working
 ):
-    sizes = dict(
-        argument=2, output=2, alias=2, temp=temporaries, generated_code=1, peak_memory=peak
+    sizes = dict(argument=2, output=2, alias=2, temp=temporaries, generated_code=1)
+    analysis = types.SimpleNamespace(
+        **{f"{kind}_size_in_bytes": size * GIB for kind, size in sizes.items()},
+        peak_memory_in_bytes=peak * GIB,
     )
-    names = {
-        kind: f"{kind}_in_bytes" if kind == "peak_memory" else f"{kind}_size_in_bytes"
-        for kind in sizes
-    }
-    analysis = types.SimpleNamespace(**{names[kind]: size * GIB for kind, size in sizes.items()})
-    expected = {"activations, gradients": working * GIB, "program": GIB}
-    assert (
-        _working_memory(analysis, resident=2 * GIB, checked=checked and checked * GIB) == expected
-    )
+    found = _working_memory(analysis, resident=2 * GIB, checked=checked and checked * GIB)
+    assert found == {"activations, gradients": working * GIB, "program": GIB}
 
 
 _ARGUMENTS_COUNT = """
@@ -139,15 +124,7 @@ for gib in (2, 4):
 
 @needs_libtpu
 def test_the_compilers_complaint_counts_arguments():
-    done = subprocess.run(
-        [sys.executable, "-c", _ARGUMENTS_COUNT],
-        env=simulated_devices(1),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["accepted", "8.0"]
+    assert run_code(_ARGUMENTS_COUNT).split() == ["accepted", "8.0"]
 
 
 @pytest.mark.parametrize(
@@ -177,10 +154,8 @@ def test_memory_of_a_gpu_is_what_programs_get_of_it(share, usable, monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     if share is not None:
         monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", share)
-    assert (
-        memory_bytes(types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3"))
-        == usable
-    )
+    gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
+    assert memory_bytes(gpu) == usable
 
 
 EXPERIMENT = ["--mode=compile", "--config=experiments/adder_deit_tiny.py", *TINY_FLAGS]
@@ -213,7 +188,6 @@ def test_training_on_a_topology_is_refused(run_main, tmp_path):
         pytest.param(
             "v5e:2x4", ("8 × TPU v5 lite on 2 hosts", "of 15.750 GiB: fits"), marks=needs_libtpu
         ),
-        pytest.param("v6e:2x2", ("4 × TPU v6 lite", "of 31.250 GiB: fits"), marks=needs_libtpu),
         pytest.param(
             "h100:2x2",
             ("4 × NVIDIA H100 80GB HBM3 on 2 hosts", "of 59.332 GiB: fits"),

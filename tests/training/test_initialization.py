@@ -19,30 +19,22 @@ def params(tiny_config):
     return make
 
 
-def test_mechanisms_begin_alike_where_they_agree(params):
-    dot, additive = params(), params(**{"model.score": "additive"})
-    extra = additive.keys() - dot.keys()
+def test_models_of_another_mechanism_and_width_begin_alike_where_they_agree(params):
+    dot, other = params(), params(**{"model.score": "additive", "model.mlp_ratio": 3.0})
+    extra = other.keys() - dot.keys()
     assert extra
     assert all("score" in name for name in extra)
-    for name, values in dot.items():
-        np.testing.assert_array_equal(values, additive[name], err_msg=name)
-
-
-def test_a_layer_of_another_width_leaves_the_others_as_they_are(params):
-    narrow, wide = params(), params(**{"model.mlp_ratio": 3.0})
-    differing = {name for name in narrow if narrow[name].shape != wide[name].shape}
-    assert differing
-    assert all("mlp" in name for name in differing)
-    for name in narrow.keys() - differing:
-        np.testing.assert_array_equal(narrow[name], wide[name], err_msg=name)
+    wider = {name for name in dot if dot[name].shape != other[name].shape}
+    assert wider
+    assert all("mlp" in name for name in wider)
+    for name in dot.keys() - wider:
+        np.testing.assert_array_equal(dot[name], other[name], err_msg=name)
 
 
 @pytest.mark.slow
 def test_seeds_and_paths_give_other_numbers_of_the_same_distribution(params):
-    first, second = (
-        params(**{"model.depth": 2, "model.width": 64}),
-        params(**{"model.depth": 2, "model.width": 64, "seed": 1}),
-    )
+    sizes = {"model.depth": 2, "model.width": 64}
+    first, second = params(**sizes), params(**sizes, seed=1)
     name = "blocks/0/mlp/fc1/kernel"
     assert np.abs(np.corrcoef(first[name].ravel(), second[name].ravel())[0, 1]) < 0.05
     other = first["blocks/1/mlp/fc1/kernel"]

@@ -50,19 +50,6 @@ def test_another_process_is_refused_until_the_first_ends_or_is_killed(tmp_path):
     assert not is_held(tmp_path / "trainer.lock")
 
 
-@pytest.mark.slow
-def test_of_several_that_start_at_once_exactly_one_wins(tmp_path):
-    processes = [hold(tmp_path, 600) for _ in range(4)]
-    outcomes = [
-        process.stdout.readline() for process in processes
-    ]  # the winner holds it until all have tried
-    for process in processes:
-        process.kill()
-        process.wait()
-    assert sum(outcome == "held\n" for outcome in outcomes) == 1
-    assert sum("without another trainer" in outcome for outcome in outcomes) == 3
-
-
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 3, "host": "x", "since": "then"}'])
 def test_what_an_older_version_or_a_killed_run_left_does_not_stop_a_run(content, tmp_path):
     for name in ("trainer.lock", "trainer.owner"):

@@ -60,9 +60,8 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
                 writer.write(step, {"train/loss": step / 2, "eval/accuracy": 0.25})
     found = [event for event in events(tmp_path) if event.step]
     assert [event.step for event in found] == [1, 2, 3, 3, 3, 4, 5]
-    assert (
-        found[3].session_log.status == SessionLog.START
-    )  # of the second start: what was said of 3 is forgotten
+    # Of the second start: what was said of 3 is forgotten.
+    assert found[3].session_log.status == SessionLog.START
     numbers = [{value.tag: value.simple_value for value in event.summary.value} for event in found]
     assert numbers[1:4:2] + numbers[6:] == [
         {"train/loss": 1.0, "eval/accuracy": 0.25},
@@ -71,14 +70,19 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     ]
 
 
-def test_events_that_cannot_be_written_stop_the_run_and_nobody_waits_for_them(tmp_path):
+@pytest.mark.parametrize("place", ["rows", "events"])
+def test_what_cannot_be_written_stops_the_run_and_nobody_waits_for_it(place, tmp_path):
+    said = "No space left on device; what was written before is whole"
     with open("/dev/full", "wb", buffering=0) as full, MetricWriter(tmp_path) as writer:
-        writer._events._writer._py_recordio_writer._writer = full
-        with pytest.raises(
-            RunError, match="No space left on device; what was written before is whole"
-        ):
+        if place == "events":
+            writer._events._writer._py_recordio_writer._writer = full
+        else:
+            (tmp_path / "metrics.jsonl").unlink()
+            (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+        with pytest.raises(RunError, match=said):
             writer.write(1, {"train/loss": 1.0})
-    assert [row["step"] for row in read_metrics(tmp_path)] == [1]
+    if place == "events":
+        assert [row["step"] for row in read_metrics(tmp_path)] == [1]
 
 
 def test_rows_go_to_the_log_that_is_there(tmp_path):

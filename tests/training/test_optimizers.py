@@ -47,13 +47,8 @@ def test_facts_of_every_kind_of_parameter(tiny_config):
     model = nnx.eval_shape(lambda: vit(settings, load_source("digits", "train")))
     facts = parameter_facts(nnx.merge(*nnx.split(model)))
     plain, heads, hidden = Facts(), Axis("heads", 2), Axis("hidden", 32)
-    assert (
-        facts["cls_token"]
-        == facts["pos_embed"]
-        == facts["norm"]["scale"]
-        == facts["head"]["bias"]
-        == plain
-    )
+    others = facts["cls_token"], facts["pos_embed"], facts["norm"]["scale"], facts["head"]["bias"]
+    assert set(others) == {plain}
     assert facts["head"]["kernel"] == Facts("weight", decay=True)
     block = facts["blocks"][0]
     assert block["norm1"]["scale"] == plain
@@ -96,9 +91,8 @@ def test_muon_turns_matrices_and_leaves_the_rest_to_adamw(pair, settings):
     assert np.all((np.diag(turned) > 0.5) & (np.diag(turned) < 1.5))
     np.testing.assert_allclose(turned, np.diag(np.diag(turned)), atol=1e-4)
     signs = jax.tree.map(lambda g: -0.1 * np.sign(g), gradients["adder"])  # of Adam the first step
-    jax.tree.map(
-        lambda u, sign: np.testing.assert_allclose(u, sign, rtol=1e-3), updates["adder"], signs
-    )
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-3)
+    jax.tree.map(close, updates["adder"], signs)
 
 
 def _adam(moments, g, step):
@@ -230,9 +224,8 @@ def test_line_searches_see_the_loss_of_the_whole_batch(accumulation_steps):
     value_fn = lambda params: squares(params, x, y)
     for _ in range(15):
         value, grad = jax.value_and_grad(value_fn)(expected)
-        updates, own = optimizer.update(
-            grad, own, expected, value=value, grad=grad, value_fn=value_fn
-        )
+        search = dict(value=value, grad=grad, value_fn=value_fn)
+        updates, own = optimizer.update(grad, own, expected, **search)
         expected = optax.apply_updates(expected, updates)
         state, _ = step(state, {"x": x, "y": y}, {})
     np.testing.assert_allclose(state["params"]["w"], expected["w"], rtol=1e-4, atol=1e-5)
@@ -247,9 +240,8 @@ def test_adder_rate_gives_each_adder_weight_the_norm_eta_root_k(pair, settings, 
     optimizer = optimizer_of(settings(adder_rate=0.2, **chosen), lambda _: 1.0, facts)
     gradients = jax.tree.map(lambda p: 100.0 * jnp.sin(p + 1), params)
     updates, _ = optimizer.update(gradients, optimizer.init(params), params)
-    np.testing.assert_allclose(
-        np.linalg.norm(updates["adder"]["kernel"]), 0.2 * np.sqrt(12), rtol=1e-6
-    )
+    length = np.linalg.norm(updates["adder"]["kernel"])
+    assert length == pytest.approx(0.2 * np.sqrt(12), rel=1e-6)
     norm = np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(gradients)))
     factor = 1.0 if clip_norm is None else clip_norm / norm
     np.testing.assert_allclose(
@@ -276,9 +268,8 @@ def test_every_step_has_the_rate_of_optax_s_schedule(warmup, steps, settings):
     """The default rates of the last step and of the first are those that the words say."""
     settings = settings(learning_rate=1e-3, final_learning_rate=1e-5)
     theirs = optax.warmup_cosine_decay_schedule(0.0, 1e-3, warmup, steps, 1e-5)
-    ours = functools.partial(
-        optimizers.learning_rate, settings, warmup_steps=warmup, num_steps=steps
-    )
+    lengths = dict(warmup_steps=warmup, num_steps=steps)
+    ours = functools.partial(optimizers.learning_rate, settings, **lengths)
     rates = [float(ours(step)) for step in range(steps + 1)]
     np.testing.assert_allclose(rates, [theirs(step) for step in range(steps + 1)], rtol=1e-5)
     assert rates[0] == (0.0 if warmup else pytest.approx(1e-3))
@@ -288,18 +279,15 @@ def test_every_step_has_the_rate_of_optax_s_schedule(warmup, steps, settings):
 
 def test_a_constant_schedule_stays_at_its_peak(settings):
     settings = settings(learning_rate=2.0, final_learning_rate=0.5, schedule="constant")
-    rates = [
-        optimizers.learning_rate(settings, step, warmup_steps=4, num_steps=10) for step in range(11)
-    ]
+    lengths = dict(warmup_steps=4, num_steps=10)
+    rates = [optimizers.learning_rate(settings, step, **lengths) for step in range(11)]
     np.testing.assert_allclose(rates, [0, 0.5, 1, 1.5, *[2.0] * 7], rtol=1e-6)
 
 
 def test_clipping_each_leaves_small_gradients_alone(pair, settings):
     params, facts = pair
-    settings = settings(
-        name="sgd", clip_norm=0.5, clip_scope="each", weight_decay=0.0, momentum=0.0
-    )
-    optimizer = optimizer_of(settings, lambda _: 1.0, facts)
+    chosen = dict(name="sgd", clip_norm=0.5, clip_scope="each", weight_decay=0.0, momentum=0.0)
+    optimizer = optimizer_of(settings(**chosen), lambda _: 1.0, facts)
     gradients = jax.tree.map(lambda p: jnp.full_like(p, 0.01), params)
     gradients["adder"]["kernel"] = jnp.full_like(params["adder"]["kernel"], 100.0)
     gradients["dense"]["bias"] = jnp.zeros_like(params["dense"]["bias"])
@@ -322,28 +310,17 @@ def _soap_in_numpy(gradients, interval, b1=0.9, b2=0.98, eps=1e-8):
     factors = [(1 - b2) * first @ first.T, (1 - b2) * first.T @ first]
     bases = [np.linalg.eigh(factor)[1][:, ::-1] for factor in factors]
     for step, g in enumerate(gradients[1:], 1):
-        mean, squares = (
-            b1 * mean + (1 - b1) * g,
-            b2 * squares + (1 - b2) * (bases[0].T @ g @ bases[1]) ** 2,
-        )
-        direction = (
-            bases[0].T
-            @ mean
-            @ bases[1]
-            / (1 - b1**step)
-            / (np.sqrt(squares / (1 - b2**step)) + eps)
-        )
-        updates.append(bases[0] @ direction @ bases[1].T)
-        factors = [
-            b2 * f + (1 - b2) * new for f, new in zip(factors, (g @ g.T, g.T @ g), strict=True)
-        ]
+        rotated = lambda matrix, left=bases[0], right=bases[1]: left.T @ matrix @ right
+        mean = b1 * mean + (1 - b1) * g
+        squares = b2 * squares + (1 - b2) * rotated(g) ** 2
+        root = np.sqrt(squares / (1 - b2**step)) + eps
+        updates.append(bases[0] @ (rotated(mean) / (1 - b1**step) / root) @ bases[1].T)
+        found = g @ g.T, g.T @ g
+        factors = [b2 * f + (1 - b2) * new for f, new in zip(factors, found, strict=True)]
         if step % interval == 0:
-            orders = [
-                np.argsort(-np.diag(q.T @ f @ q)) for f, q in zip(factors, bases, strict=True)
-            ]
-            bases = [
-                _orthogonal(f, q[:, o]) for f, q, o in zip(factors, bases, orders, strict=True)
-            ]
+            pairs = list(zip(factors, bases, strict=True))
+            orders = [np.argsort(-np.diag(q.T @ f @ q)) for f, q in pairs]
+            bases = [_orthogonal(f, q[:, o]) for (f, q), o in zip(pairs, orders, strict=True)]
             squares = squares[np.ix_(*orders)]
     return updates
 
@@ -353,10 +330,8 @@ def _kl_shampoo_in_numpy(gradients, interval, b1=0.9, b2=0.98, eps=1e-8):
     first, mean, updates = gradients[0], 0.0, [np.zeros_like(gradients[0])]
     m, n = first.shape
     factors = [(1 - b2) * first @ first.T / n, (1 - b2) * first.T @ first / m]
-    bases, values = (
-        [np.linalg.eigh(f)[1][:, ::-1] for f in factors],
-        [np.full(side, np.sqrt((first**2).mean())) for side in (m, n)],
-    )
+    bases = [np.linalg.eigh(f)[1][:, ::-1] for f in factors]
+    values = [np.full(side, np.sqrt((first**2).mean())) for side in (m, n)]
     for step, g in enumerate(gradients[1:], 1):
         mean = b1 * mean + (1 - b1) * g
         scale = np.sqrt(np.outer(*values)) + eps

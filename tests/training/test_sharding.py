@@ -1,8 +1,7 @@
 """Placement rules, and one device against eight simulated ones."""
 
+import functools
 import json
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -16,12 +15,22 @@ from adder_flax.models import deit_tiny
 from adder_flax.parameters import parameter_facts
 from adder_flax.training import RunError
 from adder_flax.training.sharding import make_mesh, state_sharding, tree_path
-from tests.processes import ROOT, simulated_devices
+from tests.processes import run_code
 
 
 def _mesh(**sizes):
     sizes = {"data": 1, "fsdp": 1, "tensor": 1} | sizes
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+
+@functools.cache
+def _state_and_facts():
+    model = nnx.eval_shape(lambda: deit_tiny(num_heads=4, depth=4, rngs=nnx.Rngs(0)))
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    factors = [jax.ShapeDtypeStruct((1, n, n), "float32") for n in (192, 195, 64)]
+    moments = jax.eval_shape(optax.adam(1.0).init, params)[0]
+    state = {"step": jax.ShapeDtypeStruct((), "int32"), "params": params}
+    return state | {"opt_state": {"factors": factors, "0": moments}}, parameter_facts(model)
 
 
 @pytest.mark.parametrize(
@@ -46,13 +55,8 @@ def _mesh(**sizes):
     ],
 )
 def test_placement_by_the_names_that_layers_give_to_their_axes(path, mesh, spec):
-    model = nnx.eval_shape(lambda: deit_tiny(num_heads=4, depth=4, rngs=nnx.Rngs(0)))
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    state = {"step": jax.ShapeDtypeStruct((), "int32"), "params": params}
-    factors = [jax.ShapeDtypeStruct((1, n, n), "float32") for n in (192, 195, 64)]
-    moments = jax.eval_shape(optax.adam(1.0).init, params)[0]
-    state["opt_state"] = {"factors": factors, "0": moments}
-    placed = state_sharding(state, mesh, parameter_facts(model))
+    state, facts = _state_and_facts()
+    placed = state_sharding(state, mesh, facts)
     specs = {tree_path(key): leaf.spec for key, leaf in jax.tree_util.tree_leaves_with_path(placed)}
     assert specs[path] == spec
 
@@ -116,16 +120,8 @@ for mesh in [(1, 1, 1), *map(json.loads, meshes)]:
 
 def _train(mechanism, *meshes, **fields):
     """Trains four steps on one device and on each mesh of eight simulated ones."""
-    done = subprocess.run(
-        [sys.executable, "-c", _TRAIN, mechanism, json.dumps(fields), *map(json.dumps, meshes)],
-        env=simulated_devices(8),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    arguments = mechanism, json.dumps(fields), *map(json.dumps, meshes)
+    return list(map(json.loads, run_code(_TRAIN, *arguments, devices=8).splitlines()))
 
 
 MECHANISMS = ("multiplicative", "additive", "adder")
@@ -191,11 +187,6 @@ def multiplicative():
 
 
 @pytest.mark.slow
-def test_a_multiplicative_transformer_on_eight_devices_gives_the_numbers_of_one(multiplicative):
-    _agree(list(multiplicative.values()), "adamw")
-
-
-@pytest.mark.slow
 def test_one_device_and_data_parallel_steps_hold_the_collectives_they_must(multiplicative):
     assert multiplicative[1, 1, 1]["collectives"] == {}
     data_parallel = multiplicative[8, 1, 1]
@@ -228,8 +219,6 @@ def test_the_state_is_donated_on_every_mesh(multiplicative):
 
 @pytest.mark.slow
 def test_tensor_parallel_steps_reduce_activations(multiplicative):
-    assert multiplicative[1, 1, 2]["collectives"]["all-reduce"] > 0
-    assert (
-        multiplicative[1, 1, 2]["state_bytes_on_first"]
-        < 0.7 * multiplicative[1, 1, 2]["state_bytes"]
-    )
+    split = multiplicative[1, 1, 2]
+    assert split["collectives"]["all-reduce"] > 0
+    assert split["state_bytes_on_first"] < 0.7 * split["state_bytes"]

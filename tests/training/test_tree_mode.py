@@ -1,12 +1,8 @@
 """Flax's modules as trees, which are to become its default: a run is the same."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.processes import ROOT
+from tests.processes import run_code
 
 _STEPS = """
 import dataclasses, sys
@@ -31,14 +27,6 @@ def test_two_steps_have_the_same_losses_in_tree_mode(tmp_path):
     said = []
     for graphs in ("true", "false"):
         flags = {"NNX_GRAPH_MODE": graphs, "NNX_GRAPH_UPDATES": graphs}
-        done = subprocess.run(
-            [sys.executable, "-c", _STEPS, str(tmp_path / graphs)],
-            env=os.environ | {"JAX_PLATFORMS": "cpu"} | flags,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        said.append(done.stdout.splitlines()[-1])
+        said.append(run_code(_STEPS, tmp_path / graphs, **flags).splitlines()[-1])
     assert said[0] == said[1]
     assert said[0].startswith("blocks.0.attention [")

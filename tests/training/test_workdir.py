@@ -90,7 +90,9 @@ def test_opening_writes_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_mistake_can_be_corrected_in_the_same_directory_and_no_row_is_lost(tiny_config, tmp_path):
+def test_a_mistake_can_be_corrected_in_the_same_directory_and_no_row_is_lost(
+    tiny_config, tmp_path, capsys
+):
     fields = {"optimizer.name": "sgd", "optimizer.clip_norm": 0.0, "optimizer.learning_rate": 1e6}
     config = tiny_config("multiplicative", **fields)
     with pytest.raises(NonFiniteLossError):
@@ -98,13 +100,16 @@ def test_a_mistake_can_be_corrected_in_the_same_directory_and_no_row_is_lost(tin
     assert os.listdir(tmp_path / "checkpoints") == []
     first = (tmp_path / "metrics.jsonl").read_text()
     config.optimizer.learning_rate = 0.01
-    assert Trainer(build_run(config), open_workdir(tmp_path, config)).fit().step == 9
+    done = Trainer(build_run(config), open_workdir(tmp_path, config)).fit()
+    assert done.step == 9
     assert read_config(tmp_path) == written(config)
     assert first
     assert (tmp_path / "metrics.jsonl.aside").read_text() == first
     log = (tmp_path / "metrics.jsonl").read_bytes() + b"no row\n"
     (tmp_path / "metrics.jsonl").write_bytes(log)
-    Trainer(build_run(config), open_workdir(tmp_path, config)).fit()  # complete: nothing is touched
+    again = Trainer(build_run(config), open_workdir(tmp_path, config)).fit()
+    assert "already complete at step 9" in capsys.readouterr().out
+    assert (again.step, again.evaluation) == (9, done.evaluation)
     assert (tmp_path / "metrics.jsonl").read_bytes() == log
 
 
@@ -123,10 +128,8 @@ def one_step(config, harm):
 def test_a_state_that_is_not_finite_is_neither_saved_nor_scored(tiny_config, tmp_path):
     config = tiny_config("multiplicative", num_epochs=0.02)
     run = one_step(config, lambda kernel: kernel.at[3, 3].set(np.inf))
-    with pytest.raises(
-        NonFiniteLossError,
-        match="step 1 of 1, got an infinity or NaN in params/head/kernel;.*none yet",
-    ):
+    said = "step 1 of 1, got an infinity or NaN in params/head/kernel;.*none yet"
+    with pytest.raises(NonFiniteLossError, match=said):
         Trainer(run, open_workdir(tmp_path, config)).fit()
     assert training.SavedCheckpoints(tmp_path / "checkpoints").steps == []
     assert not any("eval/loss" in row for row in read_metrics(tmp_path))
@@ -142,8 +145,7 @@ def test_a_state_whose_score_is_not_finite_is_not_saved_unless_told_to_go_on(
     if non_finite == "skip":
         assert trainer.fit().step == 1
         return
-    with pytest.raises(
-        NonFiniteLossError, match="evaluation after step 1 of 1, got (nan|inf); .*none yet"
-    ):
+    said = "evaluation after step 1 of 1, got (nan|inf); .*none yet"
+    with pytest.raises(NonFiniteLossError, match=said):
         trainer.fit()
     assert training.SavedCheckpoints(tmp_path / "checkpoints").steps == []
