@@ -142,9 +142,12 @@ def attend(
     mask = visible(mask, bias)
     map_is_wanted = return_weights or module is not None or recorder.listening("attention")
 
-    if contract.attended and not (map_is_wanted or is_causal or is_on(rate)):
-        plain = bias is None and mask is None and query.shape[-2] == key.shape[-2]
-        if plain and dtype == jnp.float32 and ops.preferred_key_block(shape[-1]) is None:
+    by_map = (
+        map_is_wanted or is_causal or is_on(rate) or not (bias is mask is query_position is None)
+    )
+    if contract.attended and not (by_map or captures(*arrays.values(), log_temperature)):
+        few_keys = ops.preferred_key_block(shape[-1]) is None
+        if few_keys and dtype == jnp.float32 and query.shape[-2] == key.shape[-2]:
             factor = jnp.broadcast_to(factor * cooling, (query.shape[-2], 1, 1)).reshape(-1)
             output = contract.attended(query, key, value, factor, **arrays)
             return output + value if identity else output

@@ -70,6 +70,17 @@ def test_attention_at_once_is_that_by_its_map(options):
     np.testing.assert_allclose(got, mixed, atol=1e-5)
 
 
+def test_a_query_among_cached_keys_gets_its_own_value():
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.normal(size=(3, n, 2, 8)).astype(np.float32) for n in (1, 6, 6))
+    grid = {"lowest": jnp.float32([-1.5, -2.0]), "step": jnp.float32([0.1, 0.2])}
+    how = dict(score=byte_score(4), parameters=grid, identity=True, query_position=4)
+    expected, _ = attend(query, key, value, **how, return_weights=True)
+    got = attend(query, key, value, **how)
+    assert got.shape == expected.shape == (3, 1, 2, 8)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
 def test_between_the_layers_of_an_mlp_stand_bytes_alone():
     few = quantized.quantize_model(transformer(), images())
     mlp, x = few.blocks[0].mlp, nnx.Rngs(2).normal((3, 5, 16))
