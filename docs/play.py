@@ -13,6 +13,7 @@ Commands, some ten minutes of two CPU cores:
     done
     for run in runs/play/*; do python main.py --mode=export --names=web --workdir=$run; done
     python docs/play.py runs/play
+Without runs, `python docs/play.py` keeps the networks and takes the page around them anew.
 Measured: test accuracy 0.9806 (dot), 0.9833 (additive), 0.9778 (adder), 0.9833 (adder without
 identity), and of the adder in 8, 6 and 4 bits 0.9778, 0.9750, 0.9417.
 """
@@ -21,6 +22,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 RUNS = {
     "dot": "dot product",
@@ -32,19 +34,28 @@ TITLE = "A transformer in your browser"
 _DATA = re.compile(r'(?<=type="application/json">).*?(?=</script>)')
 
 
-def main(runs: str) -> None:
-    networks, page, data = [], "", {}
+def main(runs: str = "") -> None:
+    here = Path(__file__).parent
+    page, template = here / "play/digits.html", here.parent / "adder_flax/interop/web.html"
+    data = _joined(runs) if runs else _data_of(page)
+    told = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    text = template.read_text().replace("<!-- TITLE -->", TITLE)
+    page.write_text(text.replace("<!-- DATA -->", told))
+
+
+def _joined(runs: str) -> dict[str, Any]:
+    networks, data = [], {}
     for run, name in RUNS.items():
-        page = Path(runs, run, "web.html").read_text()
-        data = json.loads(_DATA.findall(page)[0])
+        data = _data_of(Path(runs, run, "web.html"))
         for network in data["networks"]:
             bits = "" if network["name"] == "float32" else f", {network['name']}"
             networks.append(network | {"name": name + bits})
-    told = json.dumps(data | {"networks": networks}, separators=(",", ":")).replace("<", "\\u003c")
-    page = _DATA.sub(lambda _: told, page)
-    page = re.sub(r"(?<=<title>).*?(?=<)|(?<=<h1>).*?(?=<)", TITLE, page)
-    (Path(__file__).parent / "play" / "digits.html").write_text(page)
+    return data | {"networks": networks}
+
+
+def _data_of(page: Path) -> dict[str, Any]:
+    return json.loads(_DATA.findall(page.read_text())[0])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -254,5 +254,5 @@ def test_the_page_of_the_docs_is_of_this_template():
     page = (ROOT / "docs/play/digits.html").read_text()
     parts = re.split("<!-- \\w+ -->", (ROOT / "adder_flax/interop/web.html").read_text())
     for part in parts:
-        assert part in page, "make it again as docs/play.py says"
+        assert part in page, "run python docs/play.py"
     assert len(data_of(page)["networks"]) == 7
