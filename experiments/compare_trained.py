@@ -57,7 +57,7 @@ def _small(data: str, num_epochs: float) -> ml_collections.ConfigDict:
     base = common.deit("multiplicative", "tiny", data)
     base.model.update(width=96, depth=6)
     if data == "digits":
-        base.num_epochs = num_epochs
+        base.update(num_epochs=num_epochs, eval_every_steps=170)
     else:
         common.shorten(base, num_epochs)
     base.checkpoint_every_steps = 1000
