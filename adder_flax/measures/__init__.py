@@ -1,7 +1,13 @@
 """Pure numbers on attention: entropy, rank, spectra and walks of maps; variance, gates and
-gradients of scores.
+gradients of scores; and on a classifier's answers.
 """
 
+from adder_flax.measures.answers import (
+    Calibration,
+    calibration,
+    confusion_matrix,
+    wilson_interval,
+)
 from adder_flax.measures.brownian import (
     BrownianTest,
     brownian_test,
@@ -53,6 +59,7 @@ from adder_flax.measures.walks import (
 
 __all__ = [
     "BrownianTest",
+    "Calibration",
     "Gate",
     "GradientNorms",
     "IdentityEffect",
@@ -60,6 +67,8 @@ __all__ = [
     "VarianceEstimate",
     "asymmetry",
     "brownian_test",
+    "calibration",
+    "confusion_matrix",
     "cumulative",
     "diffusion_map",
     "dot_product_map",
@@ -94,6 +103,7 @@ __all__ = [
     "stochastic_part",
     "total_variation",
     "train_xor",
+    "wilson_interval",
     "xor_bound",
     "xor_pairs",
 ]

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int
+from scipy.special import softmax
 
 from adder_flax import recorder
 from adder_flax.arrays import AnyArray
@@ -179,6 +180,35 @@ class Subject:
 
 
 @dataclasses.dataclass(frozen=True)
+class Answers:
+    """What a classifier takes the images of a split for.
+
+    Attributes:
+      probabilities: of the classes.
+      labels: true classes.
+      records: their places in the split.
+      names: of the classes.
+      pictures: returns images as people see them, of these records.
+    """
+
+    probabilities: Float[np.ndarray, "image class"]
+    labels: Int[np.ndarray, " image"]
+    records: Int[np.ndarray, " image"]
+    names: Sequence[str]
+    pictures: Callable[[np.ndarray], np.ndarray]
+
+    @functools.cached_property
+    def predicted(self) -> Int[np.ndarray, " image"]:
+        """The likeliest class of each image."""
+        return self.probabilities.argmax(-1)
+
+    @functools.cached_property
+    def confidence(self) -> Float[np.ndarray, " image"]:
+        """Its probability."""
+        return self.probabilities.max(-1)
+
+
+@dataclasses.dataclass(frozen=True)
 class ImageStudy:
     """What a report on a classifier of images is made from, whatever it consists of.
 
@@ -189,6 +219,7 @@ class ImageStudy:
       pictures: the images as people see them, uint8 or floats in [0, 1].
       captions: a line for each image.
       labels: true classes.
+      answers: on these images, or on the whole split.
       second_order: expansions of the loss along training steps, by where in training they were
         taken; may be empty.
       peak_learning_rate: of the subject's training; nan where nothing is known of it.
@@ -200,14 +231,17 @@ class ImageStudy:
     pictures: np.ndarray
     captions: Sequence[str]
     labels: Int[np.ndarray, " image"]
+    answers: Answers
     second_order: Mapping[str, Sequence[SecondOrderStep]] = dataclasses.field(default_factory=dict)
     peak_learning_rate: float = float("nan")
 
     def about(self) -> str:
         """As `AnyStudy` has it."""
-        accuracy = np.mean(self.subject.captured.logits.argmax(-1) == self.labels)
-        right = f"measured on {len(self.labels)} images ({accuracy:.1%} classified right)"
-        return ", ".join([*self._anatomy(), right, *beside(self.baseline, self.untrained)])
+        answers = self.answers
+        right, count = (answers.predicted == answers.labels).mean(), len(answers.labels)
+        looked = f"claims measured on {len(self.labels)} images"
+        said = f"{right:.2%} of {count} images classified right, {looked}"
+        return ", ".join([*self._anatomy(), said, *beside(self.baseline, self.untrained)])
 
     def _anatomy(self) -> list[str]:
         return ["no blocks of attention: claims about maps are left out"]
@@ -266,6 +300,7 @@ def study_images(
     label_names: Sequence[str] | None,
     second_order: Mapping[str, Sequence[SecondOrderStep]],
     peak_learning_rate: float,
+    answers: Answers | None = None,
 ) -> ImageStudy:
     """Returns a `Study` if all models consist of blocks of attention, else an `ImageStudy`."""
     labels, predicted = np.asarray(labels), subject.captured.logits.argmax(-1)
@@ -273,16 +308,31 @@ def study_images(
         raise ValueError(
             f"expected one label for each of {len(predicted)} images, got {len(labels)}"
         )
-    name = lambda i: str(i) if label_names is None else printable(label_names[i], limit=60)
+    pictures, logits = np.asarray(pictures), subject.captured.logits
+    classes = logits.shape[-1]
+    if len(labels) and not 0 <= labels.min() <= labels.max() < classes:
+        raise ValueError(
+            f"expected labels of the model's {classes} classes, 0 to {classes - 1}, got "
+            f"{labels.min()} to {labels.max()}"
+        )
+    if label_names is not None and len(label_names) != classes:
+        raise ValueError(
+            f"expected a name for each of the model's {classes} classes, got {len(label_names)}"
+        )
+    names = [printable(name, limit=60) for name in label_names or map(str, range(classes))]
+    if answers is None:
+        records, shown = np.arange(len(labels)), lambda records: pictures[records]
+        answers = Answers(softmax(logits, -1), labels, records, names, shown)
     pairs = zip(labels, predicted, strict=True)
     attend = all(model.attends for model in filter(None, (subject, baseline, untrained)))
     return (Study if attend else ImageStudy)(
         subject,
         baseline,
         untrained,
-        np.asarray(pictures),
-        [f"{name(true)}, seen as {name(seen)}" for true, seen in pairs],
+        pictures,
+        [f"{names[true]}, seen as {names[seen]}" for true, seen in pairs],
         labels,
+        answers,
         {where: taken for where, taken in second_order.items() if taken},
         peak_learning_rate,
     )

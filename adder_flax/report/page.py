@@ -84,8 +84,8 @@ def write_report(
       families: names of the families of claims to judge, by default all that are registered.
 
     Raises:
-      ValueError: if there are no images, or not as many labels, or scores whose rows of weights are
-        no probabilities, or a family of that name.
+      ValueError: if there are no images, or not as many labels, or other classes or names than the
+        model has, or scores whose rows of weights are no probabilities, or a family of that name.
 
     Example::
 

@@ -3,14 +3,16 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import numpy as np
 from flax import nnx
 
 from adder_flax.parameters import has_prototypes
 from adder_flax.registry import Registry
 from adder_flax.report._sequences import SequenceStudy, observe_sequences
-from adder_flax.report._study import AnyStudy, ImageStudy, observe, study_images
+from adder_flax.report._study import Answers, AnyStudy, ImageStudy, observe, study_images
 from adder_flax.report.expansion import second_order_along
+from adder_flax.text import printable
 
 if TYPE_CHECKING:
     from adder_flax.training import Run
@@ -60,14 +62,14 @@ def study_classification(trained: Trained, baseline: Trained | None) -> ImageStu
     """Looks at a classifier on the first images of the evaluation split, and at training steps."""
     from adder_flax.data import ImageSource, require_kind  # figures are drawn without data
 
-    run = trained.run
+    run, model = trained.run, trained.model
     source = require_kind(ImageSource, run.eval_source, "this report")
     batch, start = source.first(_IMAGES), run.init()
     (images,) = map(np.asarray, run.task.inputs(batch))
-    options: Any = dict(num_steps=_STUDIED_STEPS, derivatives=not has_prototypes(trained.model))
+    options: Any = dict(num_steps=_STUDIED_STEPS, derivatives=not has_prototypes(model))
     steps = lambda state: list(second_order_along(run, state, **options))
     return study_images(
-        observe(trained.name, trained.model, images),
+        observe(trained.name, model, images),
         batch["label"],
         baseline=None if baseline is None else observe(baseline.name, baseline.model, images),
         untrained=observe("untrained", run.model(start["params"]), images),
@@ -75,7 +77,27 @@ def study_classification(trained: Trained, baseline: Trained | None) -> ImageStu
         label_names=source.label_names,
         second_order={"from the start": steps(start), "from the checkpoint": steps(trained.state)},
         peak_learning_rate=run.config.optimizer.learning_rate,
+        answers=_answers(run, model, source),
     )
+
+
+def _answers(run: "Run", model: nnx.Module, source: Any) -> Answers:
+    """Returns what a model answers on the whole split; of records that cannot be read, nothing."""
+    from adder_flax.data import EvalPipeline
+
+    inputs = run.task.inputs
+    answer = jax.jit(lambda model, batch: jax.nn.softmax(model(*inputs(batch)), -1))
+    probabilities, labels, records, start = [], [], [], 0
+    for batch in EvalPipeline(source, min(run.config.eval_batch_size, len(source))):
+        there = np.flatnonzero(batch.pop("mask"))
+        probabilities.append(np.asarray(answer(model, batch), np.float32)[there])
+        labels.append(batch["label"][there])
+        records.append(start + there)
+        start += len(batch["label"])
+    names = [printable(name, limit=60) for name in source.label_names]
+    pictures = lambda records: source.read(records)[0]["image"]
+    joined = map(np.concatenate, (probabilities, labels, records))
+    return Answers(*joined, names=names, pictures=pictures)
 
 
 @register_study("transduction")

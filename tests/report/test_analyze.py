@@ -5,6 +5,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from scipy.special import softmax
 
 from adder_flax import attention, report, training
 from adder_flax.app import modes
@@ -42,6 +43,9 @@ def test_a_checkpoint_is_analysed_beside_a_baseline(reported, tmp_path, capsys):
     assert out_dir == tmp_path / "adder" / "report"
     assert study.pictures.shape == (32, 8, 8, 1)
     assert len(study.labels) == 32
+    np.testing.assert_array_equal(study.answers.records, np.arange(360))
+    logits, answers = study.subject.captured.logits, study.answers.probabilities[:32]
+    np.testing.assert_allclose(answers, softmax(logits, -1), atol=1e-5)
     subjects = (study.subject, study.untrained, study.baseline)
     assert [subject.scores[0] for subject in subjects] == ["adder", "adder", "dot"]
     names = ["digits, adder attention", "untrained", "digits, dot attention"]

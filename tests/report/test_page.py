@@ -15,8 +15,14 @@ from adder_flax.counting import count_operations
 from adder_flax.models import VisionTransformer
 from adder_flax.report import NOT_MEASURED, SecondOrderStep, page, write_report
 from adder_flax.report._families import ADDER, CLAIMS, register_claims
-from adder_flax.report._study import Claim, Findings, Study, observe
-from adder_flax.report.families import motion, proposition_1, second_order_term, theorem_1
+from adder_flax.report._study import Answers, Claim, Findings, Study, observe
+from adder_flax.report.families import (
+    answers,
+    motion,
+    proposition_1,
+    second_order_term,
+    theorem_1,
+)
 from adder_flax.report.families.energy import SIZES as SIZES_OF_DEIT
 from adder_flax.report.families.energy import VARIANTS, deit_operations
 from tests.report.small import SIZES
@@ -114,9 +120,65 @@ def test_data_are_the_numbers_behind_the_figure(report):
 
 
 @pytest.mark.unchecked
-def test_images_and_labels_have_to_match(tmp_path):
-    with pytest.raises(ValueError, match="one label for each of 5 images, got 4"):
-        write_report(model_of(), IMAGES, LABELS[:4], tmp_path)
+@pytest.mark.parametrize(
+    ("labels", "names", "message"),
+    [
+        (LABELS[:4], None, "one label for each of 5 images, got 4"),
+        (LABELS + 6, None, "labels of the model's 10 classes, 0 to 9, got 6 to 10"),
+        (LABELS, ["a", "b"], "a name for each of the model's 10 classes, got 2"),
+    ],
+)
+def test_images_labels_and_names_have_to_match(labels, names, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        write_report(model_of(), IMAGES, labels, tmp_path, label_names=names)
+
+
+def answers_of(probabilities, labels, names):
+    pictures = lambda records: np.zeros((len(records), 8, 8, 1), np.uint8)
+    labels, records = np.asarray(labels), 100 + np.arange(len(labels))
+    given = Answers(np.asarray(probabilities), labels, records, names, pictures)
+    return {
+        p.name: p
+        for p in answers.judge(dataclasses.replace(study_of(None), answers=given)).pictures
+    }
+
+
+@pytest.mark.unchecked
+def test_the_surest_mistakes_come_first():
+    sure = [[0.9, 0.1], [0.6, 0.4], [0.2, 0.8], [0.3, 0.7]]
+    found = answers_of(sure, [1, 0, 0, 0], ["cat", "dog"])
+    assert found["mistakes"].data["record"].tolist() == [100, 102, 103]
+    assert found["mistakes"].data["confidence"].tolist() == [0.9, 0.8, 0.7]
+    assert found["confusion"].data["confusion"].tolist() == [[1, 2], [1, 0]]
+    assert found["class_accuracy"].data["accuracy"].tolist() == [1 / 3, 0]
+    # Sure of 0.75, right of one in four.
+    assert "0.500 surer than it is right" in found["calibration"].caption
+
+
+@pytest.mark.unchecked
+def test_a_model_without_mistakes_shows_none():
+    assert answers_of(np.eye(3), [0, 1, 2], ["a", "b", "c"]).keys() == {
+        "confusion",
+        "class_accuracy",
+        "calibration",
+    }
+
+
+@pytest.mark.unchecked
+def test_of_many_classes_the_most_confused_and_the_worst_are_shown():
+    names, labels = [f"class {i}" for i in range(100)], np.repeat(np.arange(100), 3)
+    taken = labels.copy()
+    taken[:2], taken[3] = 7, 8
+    found = answers_of(np.eye(100)[taken], labels, names)
+    data = found["confusion"].data
+    assert list(zip(data["true"], data["seen"], data["images"], strict=True)) == [
+        (0, 7, 2),
+        (1, 8, 1),
+    ]
+    [axis] = found["class_accuracy"].figure.axes
+    shown = [text.get_text() for text in axis.get_yticklabels()]
+    assert len(shown) == 20
+    assert shown[:2] == ["class 0 (3)", "class 1 (3)"]
 
 
 def test_a_model_without_attention_has_a_report_without_claims_on_maps(tmp_path):
@@ -150,7 +212,8 @@ def test_extrapolated_operations_are_those_of_the_whole_model(variant):
 
 def study_of(subject, untrained=None):
     pictures = (IMAGES - IMAGES.min()) / np.ptp(IMAGES)
-    return Study(subject, None, untrained, pictures, [""] * 5, LABELS)
+    answers = Answers(np.eye(10)[LABELS], LABELS, LABELS, list("0123456789"), pictures.__getitem__)
+    return Study(subject, None, untrained, pictures, [""] * 5, LABELS, answers)
 
 
 def with_blocks(subject, change, **of_capture):

@@ -4,6 +4,7 @@ import importlib
 
 # In the order of the page.
 for _name in (
+    "answers",
     *("theorem_1", "proposition_1", "maps"),
     *("exclusive_or", "saturation", "identities", "gates"),
     *("sphere", "kernel", "walk", "motion", "second_order_term"),

@@ -1,0 +1,78 @@
+"""A classifier's answers against what is right: confusions, accuracy of each class, calibration."""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from adder_flax.arrays import AnyArray
+
+_Z = 1.959964  # of a normal distribution, 95 % within
+
+
+def confusion_matrix(
+    labels: Int[AnyArray, " image"], predicted: Int[AnyArray, " image"], classes: int
+) -> Int[np.ndarray, "true predicted"]:
+    """Returns how many images of each class are taken for each class.
+
+    >>> confusion_matrix(np.array([0, 0, 1]), np.array([0, 1, 1]), 2)
+    array([[1, 1],
+           [0, 1]])
+    """
+    places = np.asarray(labels) * classes + np.asarray(predicted)
+    return np.bincount(places, minlength=classes**2).reshape(classes, classes)
+
+
+def wilson_interval(
+    hits: Int[AnyArray, "*n"], count: Int[AnyArray, "*n"]
+) -> tuple[Float[np.ndarray, "*n"], Float[np.ndarray, "*n"]]:
+    """Returns Wilson's 95 % interval of a share; of no trials it is 0 to 1.
+
+    The score interval of Wilson (1927), as Brown, Cai and DasGupta (2001, section 3.1.1) have it.
+
+    >>> low, high = wilson_interval(np.array([9]), np.array([10]))
+    >>> round(float(low[0]), 3), round(float(high[0]), 3)
+    (0.596, 0.982)
+    """
+    hits, count = np.asarray(hits, float), np.asarray(count, float)
+    centre = hits + _Z**2 / 2
+    half = _Z * np.sqrt(hits * (count - hits) / np.maximum(count, 1) + _Z**2 / 4)
+    return (centre - half) / (count + _Z**2), (centre + half) / (count + _Z**2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """How often answers of about the same confidence are right.
+
+    Attributes:
+      count: of answers in each bin; bin m of M holds confidences in ((m − 1)/M, m/M].
+      confidence: their mean; nan in an empty bin.
+      accuracy: the share that is right; nan in an empty bin.
+      error: the expected calibration error, Σ count/n |accuracy − confidence|.
+    """
+
+    count: Int[np.ndarray, " bin"]
+    confidence: Float[np.ndarray, " bin"]
+    accuracy: Float[np.ndarray, " bin"]
+    error: float
+
+
+def calibration(
+    probabilities: Float[AnyArray, "image class"], labels: Int[AnyArray, " image"], bins: int = 15
+) -> Calibration:
+    """Compares a classifier's confidence, its largest probability, with how often it is right.
+
+    The reliability diagram and expected calibration error of Guo et al. (2017,
+    https://arxiv.org/abs/1706.04599, section 2).
+
+    >>> calibration(np.array([[0.9, 0.1], [0.8, 0.2]]), np.array([0, 1]), bins=2).error
+    0.35
+    """
+    probabilities = np.asarray(probabilities, float)
+    confidence, right = probabilities.max(-1), probabilities.argmax(-1) == np.asarray(labels)
+    bin_of = np.clip(np.ceil(confidence * bins).astype(int) - 1, 0, bins - 1)
+    count = np.bincount(bin_of, minlength=bins)
+    total = lambda values: np.bincount(bin_of, values.astype(float), minlength=bins)
+    mean = lambda values: np.where(count, total(values) / np.maximum(count, 1), np.nan)
+    gap = np.abs(total(right) - total(confidence)).sum() / len(confidence)
+    return Calibration(count, mean(confidence), mean(right), float(gap))

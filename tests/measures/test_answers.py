@@ -1,0 +1,53 @@
+"""A classifier's answers, against scikit-learn and SciPy."""
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest
+
+from adder_flax.measures import calibration, confusion_matrix, wilson_interval
+
+RNG = np.random.default_rng(0)
+
+
+def test_confusions_are_counted_one_by_one():
+    labels, predicted = RNG.integers(0, 5, (2, 200))
+    table = np.zeros((7, 7), int)
+    for true, seen in zip(labels, predicted, strict=True):
+        table[true, seen] += 1
+    np.testing.assert_array_equal(confusion_matrix(labels, predicted, 7), table)
+
+
+@pytest.mark.parametrize(("hits", "count"), [(0, 1), (1, 1), (0, 36), (33, 37), (360, 360), (5, 9)])
+def test_interval_is_scipys(hits, count):
+    expected = binomtest(hits, count).proportion_ci(method="wilson")
+    low, high = wilson_interval(np.array([hits]), np.array([count]))
+    np.testing.assert_allclose([low[0], high[0]], expected, atol=1e-7)
+
+
+def test_of_no_trials_nothing_is_known():
+    assert wilson_interval(np.array([0]), np.array([0])) == (0.0, 1.0)
+
+
+def test_calibration_goes_through_the_answers_bin_by_bin():
+    logits, labels = 3 * RNG.standard_normal((500, 4)), RNG.integers(0, 4, 500)
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    found, error = calibration(probabilities, labels, bins=10), 0.0
+    for m in range(10):
+        inside = [
+            (max(p), p.argmax() == label)
+            for p, label in zip(probabilities, labels, strict=True)
+            if m / 10 < max(p) <= (m + 1) / 10
+        ]
+        assert found.count[m] == len(inside)
+        if not inside:
+            assert np.isnan(found.accuracy[m])
+            continue
+        confidence, right = np.mean(inside, axis=0)
+        np.testing.assert_allclose([found.confidence[m], found.accuracy[m]], [confidence, right])
+        error += len(inside) / 500 * abs(right - confidence)
+    np.testing.assert_allclose(found.error, error)
+
+
+def test_the_edges_belong_to_a_bin():
+    found = calibration(np.array([[1.0, 0.0], [0.5, 0.5]]), np.array([0, 0]), bins=2)
+    assert found.count.tolist() == [1, 1]
