@@ -57,9 +57,9 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Builds the site into site/; with -- serve it is shown while it is written."""
+    """Builds the site into site/."""
     session.install(".[data,report]", "-r", "docs/requirements.txt")  # the notebooks run
-    session.run("mkdocs", *(session.posargs or ["build", "--strict"]))
+    session.run("python", "-m", "docs.build")
 
 
 @nox.session

@@ -12,11 +12,8 @@ import functools
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
 
 import nbformat
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,36 +93,6 @@ def as_page(notebook: nbformat.NotebookNode, name: str) -> tuple[str, dict[str, 
             elif text := data.get("text/plain") or (output.get("name") == "stdout" and output.text):
                 parts.append(f"```text\n{text.rstrip()}\n```")
     return "\n\n".join(parts), pictures
-
-
-def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
-    """Called by MkDocs with the files of the site: a page, its pictures and the notebook itself for
-    each notebook."""
-    for path in map(Path, sorted(Path(config.docs_dir, TUTORIAL).glob("*.ipynb"))):
-        notebook, uri = outputs_of(path), f"{TUTORIAL}/{path.name}"
-        text, pictures = as_page(notebook, path.stem)
-        files.remove(files.get_file_from_path(uri))
-        note = (
-            f"*This page is a notebook: [{path.name}](files/{path.name}), here with what its cells "
-            "gave.*"
-        )
-        title, _, rest = text.partition("\n")
-        files.append(_Page.generated(config, uri, content=f"{title}\n\n{note}\n{rest}"))
-        files.append(
-            File.generated(
-                config, f"{TUTORIAL}/files/{path.name}", content=nbformat.writes(notebook)
-            )
-        )
-        for file, content in pictures.items():
-            files.append(File.generated(config, f"{TUTORIAL}/{file}", content=content))
-    return files
-
-
-class _Page(File):
-    """A page under the name of a notebook, so that links to it hold here and in the repository."""
-
-    def is_documentation_page(self) -> bool:
-        return True
 
 
 def _kept(path: Path) -> Path:

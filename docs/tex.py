@@ -7,7 +7,6 @@ roots and sums badly.
 
 import html
 import re
-from typing import Any
 from xml.etree import ElementTree
 
 import ziafont
@@ -46,8 +45,3 @@ def _draw(found: re.Match[str]) -> str:
         # A hundredth of a unit is not seen.
     )
     return f'<div class="formula">{picture}</div>' if block else picture
-
-
-def on_page_content(content: str, **_: Any) -> str:
-    """Called by MkDocs with each page, when its Markdown has become HTML."""
-    return draw_formulas(content)

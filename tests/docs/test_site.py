@@ -6,23 +6,27 @@ import sys
 
 import pytest
 
-from tests.processes import ROOT
+for _library in ("zensical", "nbclient", "ziamath"):
+    pytest.importorskip(_library, reason="pip install -r docs/requirements.txt")
+
+from docs import build  # noqa: E402 - it needs them
+from tests.processes import ROOT  # noqa: E402
 
 
 @pytest.mark.slow
-def test_the_site_builds_with_warnings_as_errors(tmp_path):
-    pytest.importorskip("mkdocs", reason="pip install -r docs/requirements.txt")
-    # Not --quiet: what is not said is not counted either.
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
-    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    page = (tmp_path / "api" / "attention" / "index.html").read_text()
+def test_the_site_builds_with_warnings_as_errors():
+    done = subprocess.run(
+        [sys.executable, "-m", "docs.build"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    site = ROOT / "site"
+    page = (site / "api" / "attention" / "index.html").read_text()
     assert "adder_attention" in page
     assert "&gt;&gt;&gt; x = jnp" not in page.split("<pre>")[0]  # doctests show as code
     # Formulas are drawn, and nothing is asked of other servers.
-    adder = (tmp_path / "attention" / "adder" / "index.html").read_text()
+    adder = (site / "attention" / "adder" / "index.html").read_text()
     assert '<svg class="formula" role="img" aria-label="1/\\sqrt d"' in adder
-    for written in tmp_path.rglob("*.html"):
+    for written in site.rglob("*.html"):
         text = written.read_text()
         assert 'class="arithmatex"' not in text, written
         assert not re.findall(r'<(?:script|img|iframe)[^>]+src="(?:https?:)?//[^"]+', text), written
@@ -32,20 +36,25 @@ def test_the_site_builds_with_warnings_as_errors(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "text", ["[link](nowhere.md)", "[link](#nowhere)", "![picture](nowhere.png)"]
-)
-def test_a_broken_link_fails_the_build(text, tmp_path):
+@pytest.mark.parametrize("text", ["[link](nowhere.md)", "[link](#nowhere)", "::: ops.nowhere"])
+def test_what_leads_nowhere_fails_the_build(text, tmp_path):
     """One page with the site's own settings."""
-    pytest.importorskip("mkdocs", reason="pip install -r docs/requirements.txt")
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "index.md").write_text(f"# Title\n\nA broken {text}.\n")
-    settings = f"INHERIT: {ROOT}/mkdocs.yml\ndocs_dir: docs\nhooks: []\nnav: [index.md]\n"
-    (tmp_path / "mkdocs.yml").write_text(settings)
-    build = [sys.executable, "-m", "mkdocs", "build", "--site-dir", tmp_path / "site"]
-    done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True)
+    pages = tmp_path / "build" / "docs"
+    pages.mkdir(parents=True)
+    (pages / "index.md").write_text(f"# Title\n\nA broken\n\n{text}\n")
+    settings = (ROOT / "zensical.toml").read_text()
+    (tmp_path / "zensical.toml").write_text(re.sub(r"nav = \[.*?\n\]\n", "", settings, flags=re.S))
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode != 0
-    assert "nowhere" in done.stderr
+    assert "nowhere" in re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
+
+
+def test_a_picture_that_is_not_there_is_found(tmp_path):
+    (tmp_path / "here.png").touch()
+    (tmp_path / "a.md").write_text("![one](here.png) ![two](gone.png) ![three](data:image/png;,)")
+    assert build.missing_pictures(tmp_path) == ["a.md: gone.png"]
 
 
 def test_the_drawing_of_the_architecture_is_that_of_the_imports():
