@@ -1,10 +1,15 @@
 """How much there is to read on the pages: words, longest cell and paragraph, pictures.
 
-``python -m tests.docs.prose`` prints a line for each page. Code, addresses of links and the bars of
+``python -m tests.docs.prose`` prints a line for each page, and with folders, such as the docs of
+other libraries, a line for each of them: Markdown and what notebooks say between their cells. Code, addresses of links and the bars of
 tables are not words.
 """
 
+import json
 import re
+import statistics
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,8 +51,35 @@ def _words(text: str) -> int:
     return len(re.findall(r"\S*\w\S*", text))
 
 
+def text_of(path: Path) -> str:
+    """Returns a page as Markdown; of a notebook, its cells of text."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".ipynb":
+        return text
+    cells = json.loads(text)["cells"]
+    return "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+
+
+def compare(folders: Sequence[Path]) -> None:
+    """Prints medians and ninth deciles over the pages of each folder."""
+    print("pages  words  9th decile  longest cell  longest paragraph  with pictures")
+    for folder in folders:
+        pages = {p.with_suffix(""): p for s in ("ipynb", "md") for p in folder.rglob(f"*.{s}")}
+        found = [measure(text_of(page)) for page in pages.values()]
+        middle = lambda name: statistics.median(getattr(prose, name) for prose in found)
+        decile = statistics.quantiles([prose.words for prose in found], n=10)[-1]
+        pictures = sum(prose.pictures > 0 for prose in found) / len(found)
+        print(
+            f"{len(found):5}  {middle('words'):5.0f}  {decile:10.0f}  {middle('cell'):12.0f}  "
+            f"{middle('paragraph'):17.0f}  {pictures:13.0%}  {folder}"
+        )
+
+
 def main() -> None:
     """Prints the counts, the longest pages first, and the sum of the first ten."""
+    if folders := [Path(folder) for folder in sys.argv[1:]]:
+        compare(folders)
+        return
     found = {path: measure(path.read_text()) for path in PAGES}
     ranked = sorted(found, key=lambda path: -found[path].words)
     print("words  cell  paragraph  pictures")
