@@ -1,8 +1,8 @@
 """How much there is to read on the pages: words, longest cell and paragraph, pictures.
 
 ``python -m tests.docs.prose`` prints a line for each page, and with folders, such as the docs of
-other libraries, a line for each of them: Markdown and what notebooks say between their cells. Code, addresses of links and the bars of
-tables are not words.
+other libraries, a line for each of them: Markdown and what notebooks say between their cells. Code,
+addresses of links and the bars of tables are not words.
 """
 
 import json
@@ -65,14 +65,16 @@ def compare(folders: Sequence[Path]) -> None:
     print("pages  words  9th decile  longest cell  longest paragraph  with pictures")
     for folder in folders:
         pages = {p.with_suffix(""): p for s in ("ipynb", "md") for p in folder.rglob(f"*.{s}")}
-        found = [measure(text_of(page)) for page in pages.values()]
-        middle = lambda name: statistics.median(getattr(prose, name) for prose in found)
-        decile = statistics.quantiles([prose.words for prose in found], n=10)[-1]
-        pictures = sum(prose.pictures > 0 for prose in found) / len(found)
-        print(
-            f"{len(found):5}  {middle('words'):5.0f}  {decile:10.0f}  {middle('cell'):12.0f}  "
-            f"{middle('paragraph'):17.0f}  {pictures:13.0%}  {folder}"
+        counts = [measure(text_of(page)) for page in pages.values()]
+        words, cell, paragraph, pictures = map(list, zip(*counts, strict=True))
+        middles = "{:5.0f}  {:10.0f}  {:12.0f}  {:17.0f}".format(
+            statistics.median(words),
+            statistics.quantiles(words, n=10)[-1],
+            statistics.median(cell),
+            statistics.median(paragraph),
         )
+        drawn = sum(map(bool, pictures)) / len(counts)
+        print(f"{len(counts):5}  {middles}  {drawn:13.0%}  {folder}")
 
 
 def main() -> None:
