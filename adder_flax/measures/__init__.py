@@ -11,13 +11,22 @@ from adder_flax.measures.answers import (
 from adder_flax.measures.brownian import (
     BrownianTest,
     brownian_test,
+    component_correlation,
+    diffusion_ratio,
     dot_product_map,
     gaussian_kernel_map,
     layer_norm,
     relative_radius,
     total_variation,
 )
-from adder_flax.measures.expressivity import score_parameters, train_xor, xor_bound, xor_pairs
+from adder_flax.measures.expressivity import (
+    bilinear_as_additive,
+    hessian_blocks,
+    score_parameters,
+    train_xor,
+    xor_bound,
+    xor_pairs,
+)
 from adder_flax.measures.gating import Gate, gate
 from adder_flax.measures.maps import (
     entropy,
@@ -28,7 +37,12 @@ from adder_flax.measures.maps import (
     row_entropy,
     stochastic_part,
 )
-from adder_flax.measures.saturation import GradientNorms, entropy_by_width, gradient_norms
+from adder_flax.measures.saturation import (
+    GradientNorms,
+    entropy_by_width,
+    gradient_norms,
+    unattended_gradient,
+)
 from adder_flax.measures.spectrum import (
     IdentityEffect,
     asymmetry,
@@ -66,11 +80,14 @@ __all__ = [
     "LiveVariance",
     "VarianceEstimate",
     "asymmetry",
+    "bilinear_as_additive",
     "brownian_test",
     "calibration",
+    "component_correlation",
     "confusion_matrix",
     "cumulative",
     "diffusion_map",
+    "diffusion_ratio",
     "dot_product_map",
     "effective_rank",
     "eigenvalues",
@@ -81,6 +98,7 @@ __all__ = [
     "gaussian_kernel_map",
     "gradient_norms",
     "has_identity",
+    "hessian_blocks",
     "identity_effect",
     "irreversibility",
     "k_step",
@@ -103,6 +121,7 @@ __all__ = [
     "stochastic_part",
     "total_variation",
     "train_xor",
+    "unattended_gradient",
     "wilson_interval",
     "xor_bound",
     "xor_pairs",

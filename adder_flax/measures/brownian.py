@@ -141,3 +141,43 @@ def brownian_test(path: Float[ArrayLike, "step *batch width"]) -> BrownianTest:
     drift = float(np.sum(steps.mean(1) ** 2) / energy.mean(-1).sum())
     numbers = float(slope), correlation, float(mean_correlation), drift
     return BrownianTest(displacement, *numbers, kurtosis(steps, 1).mean(-1) - 3.0)
+
+
+def component_correlation(
+    tokens: Float[ArrayLike, "*batch image token width"],
+) -> tuple[float, float]:
+    """Returns the mean squared correlation of two components over images, and what chance gives.
+
+    Of n images, independent components have 1/(n − 1) on average. Each token's place is looked at
+    by itself, since a mean that differs between places is no dependence.
+
+    >>> tokens = np.random.default_rng(0).standard_normal((50, 9, 32))
+    >>> found, chance = component_correlation(tokens)
+    >>> bool(abs(found / chance - 1) < 0.1), chance == 1 / 49
+    (True, True)
+    """
+    tokens = np.moveaxis(np.asarray(tokens, np.float64), -3, -2)  # (…, token, image, width)
+    images, width = tokens.shape[-2:]
+    centred = tokens - tokens.mean(-2, keepdims=True)
+    scaled = centred / np.maximum(np.linalg.norm(centred, axis=-2, keepdims=True), 1e-30)
+    squared = (scaled.mT @ scaled) ** 2
+    apart = ~np.eye(width, dtype=bool)
+    return float(squared[..., apart].mean()), 1 / (images - 1)
+
+
+def diffusion_ratio(width: int, concentration: float) -> float:
+    """Returns how fast one step of the walk mixes, over how fast diffusion of its variance does.
+
+    On the unit sphere in ``width`` dimensions the walk with the kernel exp(κ cos θ) shrinks the
+    first harmonic by I_{d/2}(κ) / I_{d/2 − 1}(κ), diffusion for the time 1/κ by
+    exp(−(d − 1) / (2κ)). The ratio of the logarithms goes to 1 as κ grows and the kernel narrows.
+    The paper's softmax(v·w / √d) on the sphere of radius √d has κ = √d.
+
+    >>> round(diffusion_ratio(64, 1e4), 2), round(diffusion_ratio(64, 8.0), 2)
+    (1.0, 0.53)
+    """
+    walk = 0.0
+    # The continued fraction of the ratio, from where it is nearly 0; the functions underflow.
+    for more in reversed(range(int(2 * concentration) + 100)):
+        walk = 1 / ((width + 2 * more) / concentration + walk)
+    return float(np.log(walk) / (-(width - 1) / (2 * concentration)))

@@ -6,7 +6,7 @@ The paper says that no bilinear score gets this right. How much it can get right
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 import jax
@@ -122,3 +122,49 @@ def score_parameters(query_dim: int, key_dim: int, hidden: int) -> tuple[int, in
     (8192, 8106)
     """
     return query_dim * key_dim, hidden * (query_dim + key_dim + 1)
+
+
+def hessian_blocks(
+    score: Callable[[Array, Array], Array], query: Float[Array, " q"], key: Float[Array, " k"]
+) -> tuple[float, float, float]:
+    """Returns the norms of a score's second derivatives: within the query, across, within the key.
+
+    They are the blocks of Q in e = xᵀ Q x, x = [query, key] ("Defining the Core Mechanisms").
+
+    >>> hessian_blocks(lambda q, k: q @ k, jnp.ones(3), jnp.ones(3))[::2]
+    (0.0, 0.0)
+    """
+    (within, across), (_, of_key) = jax.hessian(score, (0, 1))(query, key)
+    norm = lambda block: float(jnp.linalg.norm(block))
+    return norm(within), norm(across), norm(of_key)
+
+
+def bilinear_as_additive(
+    weight: Float[np.ndarray, "q k"], size: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Returns W_s, W_h, b and v of an additive score that approximates queryᵀ W key.
+
+    With W = Σ σ p qᵀ, x = p·query and y = q·key, 4xy = (x + y)² − (x − y)², and a square is a
+    second difference of tanh: z² ≈ (tanh(b + εz) + tanh(b − εz) − 2 tanh b) / (ε² tanh″(b)). So
+    four hidden units for each rank of W, and an error in proportion to ε².
+
+    Args:
+      weight: W.
+      size: ε. The smaller, the better, until float64 rounds the differences away (some 1e-4).
+
+    >>> weight = np.array([[1.0, 2.0], [0.0, -1.0]])
+    >>> w_s, w_h, b, v = bilinear_as_additive(weight, 1e-2)
+    >>> query, key = np.array([0.3, -0.2]), np.array([0.5, 0.1])
+    >>> score = v @ np.tanh(w_s @ query + w_h @ key + b)
+    >>> bool(abs(score - query @ weight @ key) < 1e-4)
+    True
+    """
+    left, values, right = np.linalg.svd(weight)
+    bend = np.arctanh(1 / np.sqrt(3))  # where |tanh″| is largest
+    second = -2 * np.tanh(bend) * (1 - np.tanh(bend) ** 2)
+    rank = len(values)
+    signs = np.array([(1, 1, 1), (-1, -1, 1), (1, -1, -1), (-1, 1, -1)])  # of x, of y, of v
+    w_s = size * (signs[:, :1, None] * left.T[None, :rank]).reshape(4 * rank, -1)
+    w_h = size * (signs[:, 1:2, None] * right[None, :rank]).reshape(4 * rank, -1)
+    v = (signs[:, 2:] * values / (4 * size**2 * second)).reshape(-1)
+    return w_s, w_h, np.full(4 * rank, bend), v

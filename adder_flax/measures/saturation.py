@@ -161,3 +161,29 @@ def entropy_by_width(
         for name, scores in zip(ENTROPY_SCORES, scaled, strict=True):
             result[name].append(float(entropy(softmax(scores)).mean()))
     return {name: np.array(values) for name, values in result.items()}
+
+
+def unattended_gradient(
+    head_dims: Sequence[int], *, keys: int = 197, queries: int = 64, seed: int = 0
+) -> dict[str, Float[np.ndarray, " dims"]]:
+    """Median gradient of a loss with respect to the scores of keys that are not attended, by width.
+
+    Of −ln p of one key that is drawn for each query, ∂L/∂e_j = p_j − δ: for all keys but that and
+    the likeliest, p_j. Scores are q·k of unit-normal vectors, as they are and over √d.
+
+    >>> by_width = unattended_gradient([4, 256])
+    >>> bool(by_width["dot, unscaled"][1] < 1e-3 * by_width["dot"][1])
+    True
+    """
+    rng = np.random.default_rng(seed)
+    result: dict[str, list[float]] = {"dot": [], "dot, unscaled": []}
+    for dim in head_dims:
+        query, key = rng.standard_normal((queries, dim)), rng.standard_normal((keys, dim))
+        wanted = rng.integers(0, keys, queries)
+        for name, scale in (("dot", dim**-0.5), ("dot, unscaled", 1.0)):
+            weights = softmax(query @ key.T * scale)
+            others = np.ones_like(weights, bool)
+            others[np.arange(queries), wanted] = False
+            others[np.arange(queries), weights.argmax(-1)] = False
+            result[name].append(float(np.median(weights[others])))
+    return {name: np.array(values) for name, values in result.items()}

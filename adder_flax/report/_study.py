@@ -5,14 +5,15 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int
-from scipy.special import softmax
 
 from adder_flax import recorder
 from adder_flax.arrays import AnyArray
 from adder_flax.attention import MultiHeadAttention, get_score
+from adder_flax.measures._arrays import softmax
 from adder_flax.measures.maps import has_identity, patch_grid, stochastic_part
 from adder_flax.measures.spectrum import IdentityEffect, identity_effect
 from adder_flax.report.captures import Capture, capture, tokens_in_front
@@ -209,6 +210,42 @@ class Answers:
 
 
 @dataclasses.dataclass(frozen=True)
+class Probe:
+    """A classifier under other parameters, on some images.
+
+    Attributes:
+      params: its own, a nested dict.
+      logits: of the images, from such parameters.
+      labels: true classes.
+    """
+
+    params: Mapping[Any, Any]
+    logits: Callable[[Mapping[Any, Any]], Float[np.ndarray, "image class"]]
+    labels: Int[np.ndarray, " image"]
+
+    def accuracy(self, params: Mapping[Any, Any]) -> float:
+        """Returns the share of the images that is classified right with these parameters."""
+        return float(np.mean(self.logits(params).argmax(-1) == self.labels))
+
+
+def probe(
+    model: nnx.Module,
+    batches: Sequence[Float[AnyArray, "image height width channels"]],
+    labels: Any,
+) -> Probe:
+    """Makes a `Probe` of a model, which is compiled once for images in batches of one size."""
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    answer = jax.jit(lambda params, images: nnx.merge(graphdef, params, rest)(images))
+
+    def logits(changed: Mapping[Any, Any]) -> np.ndarray:
+        state = jax.tree.map(lambda x: x, params)
+        nnx.replace_by_pure_dict(state, dict(changed))
+        return np.concatenate([np.asarray(answer(state, b), np.float32) for b in batches])
+
+    return Probe(nnx.to_pure_dict(params), logits, np.asarray(labels))
+
+
+@dataclasses.dataclass(frozen=True)
 class ImageStudy:
     """What a report on a classifier of images is made from, whatever it consists of.
 
@@ -220,6 +257,7 @@ class ImageStudy:
       captions: a line for each image.
       labels: true classes.
       answers: on these images, or on the whole split.
+      probe: the subject under other parameters, on some images.
       second_order: expansions of the loss along training steps, by where in training they were
         taken; may be empty.
       peak_learning_rate: of the subject's training; nan where nothing is known of it.
@@ -232,6 +270,7 @@ class ImageStudy:
     captions: Sequence[str]
     labels: Int[np.ndarray, " image"]
     answers: Answers
+    probe: Probe
     second_order: Mapping[str, Sequence[SecondOrderStep]] = dataclasses.field(default_factory=dict)
     peak_learning_rate: float = float("nan")
 
@@ -293,6 +332,7 @@ def observe(
 def study_images(
     subject: Subject,
     labels: Int[AnyArray, " image"],
+    probe: Probe,
     *,
     baseline: Subject | None,
     untrained: Subject | None,
@@ -322,7 +362,7 @@ def study_images(
     names = [printable(name, limit=60) for name in label_names or map(str, range(classes))]
     if answers is None:
         records, shown = np.arange(len(labels)), lambda records: pictures[records]
-        answers = Answers(softmax(logits, -1), labels, records, names, shown)
+        answers = Answers(softmax(logits), labels, records, names, shown)
     pairs = zip(labels, predicted, strict=True)
     attend = all(model.attends for model in filter(None, (subject, baseline, untrained)))
     return (Study if attend else ImageStudy)(
@@ -333,6 +373,7 @@ def study_images(
         [f"{names[true]}, seen as {names[seen]}" for true, seen in pairs],
         labels,
         answers,
+        probe,
         {where: taken for where, taken in second_order.items() if taken},
         peak_learning_rate,
     )

@@ -5,7 +5,7 @@ A network that was converted to another attention can learn to do without it, an
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,6 +59,41 @@ def bypass(
             changed = _changed(changed, ("blocks", index, *_PARTS[part]), keep_bias=part == "maps")
         rows.append(Without(part, block, score(changed)))
     return rows
+
+
+def without_heads(
+    params: Mapping[Any, Any], heads: Mapping[Any, Sequence[int]], num_heads: int
+) -> Mapping[Any, Any]:
+    """Returns parameters of a `VisionTransformer` in which heads of blocks give zeros as values.
+
+    Args:
+      params: a nested dict.
+      heads: by key of the block, those that are removed.
+      num_heads: of each block's values.
+
+    Example:
+      >>> value = {"kernel": np.ones((1, 4)), "bias": np.ones(4)}
+      >>> params = {"blocks": {0: {"attention": {"value": value}}}}
+      >>> removed = without_heads(params, {0: [1]}, num_heads=2)
+      >>> removed["blocks"][0]["attention"]["value"]["bias"].tolist()
+      [1.0, 1.0, 0.0, 0.0]
+    """
+    changed = dict(params["blocks"])
+    for block, removed in heads.items():
+        attention = changed[block]["attention"]
+        value = attention["value"]
+        # What an adder layer sums up goes through its norm.
+        layer = value.get("norm", value)
+        silent = {name: _zeros(array, removed, num_heads) for name, array in layer.items()}
+        value = {**value, "norm": silent} if "norm" in value else silent
+        changed[block] = {**changed[block], "attention": {**attention, "value": value}}
+    return {**params, "blocks": changed}
+
+
+def _zeros(array: Any, heads: Sequence[int], num_heads: int) -> np.ndarray:
+    array = np.array(array)
+    array.reshape(*array.shape[:-1], num_heads, -1)[..., list(heads), :] = 0
+    return array
 
 
 # The layer that each part is turned off by.

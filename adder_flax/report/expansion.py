@@ -10,6 +10,7 @@ measured.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,8 @@ class SecondOrderStep:
       learning_rate: of the step.
       loss, change, odd, even, first, second: as in :class:`SecondOrderTerms`, of the step's batch
         with its augmentation and dropout.
+      kl: mean KL divergence in nats of the predicted classes from those before the step; nan where
+        the loss is no softmax cross-entropy.
     """
 
     step: int
@@ -98,6 +101,7 @@ class SecondOrderStep:
     even: float
     first: float
     second: float
+    kl: float = math.nan
 
     def ratio(self, learning_rate: float | None = None) -> float:
         """|even| / |odd|; in the same direction at another learning rate in proportion to it."""
@@ -137,15 +141,17 @@ def second_order_along(
         with jax.set_mesh(run.mesh):  # as the trainer does, so that its compiled step serves
             new_state, _ = run.train_step(jax.tree.map(jnp.copy, state), batch, run.hyper)
         if step % every == 0 and learning_rate > 0:
-            options = dict(graphdef=looped, program=run.program, derivatives=derivatives)
+            options: dict[str, Any] = dict(graphdef=looped, program=run.program)
+            options["categorical"] = run.task.likelihood == "categorical"
+            options["derivatives"] = derivatives
             both = state["params"], new_state["params"]
-            terms = _terms_along(*both, batch, jnp.int32(step), run.hyper, **options)
-            numbers = {name: float(term) for name, term in vars(terms).items()}
+            terms, kl = _terms_along(*both, batch, jnp.int32(step), run.hyper, **options)
+            numbers = {name: float(term) for name, term in (vars(terms) | {"kl": kl}).items()}
             yield SecondOrderStep(step=step, learning_rate=learning_rate, **numbers)
         state = new_state
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "program", "derivatives"))
+@functools.partial(jax.jit, static_argnames=("graphdef", "program", "derivatives", "categorical"))
 def _terms_along(
     params: Any,
     new_params: Any,
@@ -156,14 +162,19 @@ def _terms_along(
     graphdef: nnx.GraphDef,
     program: "Program",
     derivatives: bool,
-) -> SecondOrderTerms:
+    categorical: bool,
+) -> tuple[SecondOrderTerms, Float[Array, ""]]:
     from adder_flax.training.step import step_keys
 
     parts = program.parts(hyper, graphdef)
     augment_key, key = step_keys(parts.seed, step)
     examples = parts.examples(augment_key, batch)
-    loss = lambda params: parts.loss(params, examples, key).loss
+    outcome = lambda params: parts.loss(params, examples, key)
+    kl = jnp.float32(jnp.nan)
+    if categorical:
+        before, after = (jax.nn.log_softmax(outcome(p).outputs) for p in (params, new_params))
+        kl = (jnp.exp(before) * (before - after)).sum(-1).mean()
     with ops.exact_gradients():
-        return second_order_terms(
-            loss, params, optax.tree.sub(new_params, params), derivatives=derivatives
-        )
+        update = optax.tree.sub(new_params, params)
+        loss = lambda params: outcome(params).loss
+        return second_order_terms(loss, params, update, derivatives=derivatives), kl

@@ -22,6 +22,7 @@ from adder_flax.report._study import (
     Findings,
     Picture,
     observe,
+    probe,
     study_images,
 )
 from adder_flax.report.expansion import SecondOrderStep
@@ -100,6 +101,7 @@ def write_report(
     study = study_images(
         observe(name, model, images),
         labels,
+        probe(model, [images], labels),
         baseline=look(baseline_name, baseline),
         untrained=look("untrained", untrained),
         pictures=pictures,

@@ -10,7 +10,15 @@ from flax import nnx
 from adder_flax.parameters import has_prototypes
 from adder_flax.registry import Registry
 from adder_flax.report._sequences import SequenceStudy, observe_sequences
-from adder_flax.report._study import Answers, AnyStudy, ImageStudy, observe, study_images
+from adder_flax.report._study import (
+    Answers,
+    AnyStudy,
+    ImageStudy,
+    Probe,
+    observe,
+    probe,
+    study_images,
+)
 from adder_flax.report.expansion import second_order_along
 from adder_flax.text import printable
 
@@ -18,6 +26,7 @@ if TYPE_CHECKING:
     from adder_flax.training import Run
 
 _IMAGES = 32
+_PROBED_IMAGES = 256
 _WORDS = 512
 _STUDIED_STEPS = 3
 
@@ -71,6 +80,7 @@ def study_classification(trained: Trained, baseline: Trained | None) -> ImageStu
     return study_images(
         observe(trained.name, model, images),
         batch["label"],
+        _probe(run, model, source),
         baseline=None if baseline is None else observe(baseline.name, baseline.model, images),
         untrained=observe("untrained", run.model(start["params"]), images),
         pictures=batch["image"],
@@ -79,6 +89,14 @@ def study_classification(trained: Trained, baseline: Trained | None) -> ImageStu
         peak_learning_rate=run.config.optimizer.learning_rate,
         answers=_answers(run, model, source),
     )
+
+
+def _probe(run: "Run", model: nnx.Module, source: Any) -> Probe:
+    """Returns the model on the first images, in batches of those that the report looks at."""
+    count = min(_PROBED_IMAGES, len(source)) // _IMAGES * _IMAGES or len(source)
+    batch = source.first(count)
+    (images,) = map(np.asarray, run.task.inputs(batch))
+    return probe(model, np.split(images, max(1, count // _IMAGES)), batch["label"])
 
 
 def _answers(run: "Run", model: nnx.Module, source: Any) -> Answers:

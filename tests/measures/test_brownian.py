@@ -4,9 +4,12 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from scipy import special
 
 from adder_flax.measures import (
     brownian_test,
+    component_correlation,
+    diffusion_ratio,
     dot_product_map,
     gaussian_kernel_map,
     layer_norm,
@@ -93,3 +96,34 @@ def test_one_block_has_no_exponent_and_no_block_is_refused():
     assert np.isnan(result.mean_correlation)
     with pytest.raises(ValueError, match="at least 2 points, got 1"):
         brownian_test(np.ones((1, 4, 8)))
+
+
+@pytest.mark.parametrize("width", [3, 16, 64, 192])
+@pytest.mark.parametrize("concentration", [0.5, 8.0, 200.0])
+def test_the_walks_rate_is_that_of_scipys_bessel_functions(width, concentration):
+    i = lambda order: special.ive(order, concentration)
+    expected = np.log(i(width / 2) / i(width / 2 - 1)) / (-(width - 1) / (2 * concentration))
+    np.testing.assert_allclose(diffusion_ratio(width, concentration), expected, rtol=1e-9)
+
+
+def test_the_first_harmonic_shrinks_as_integration_over_the_circle_says():
+    # In two dimensions the walk is one over angles, and its eigenvalue a quotient of integrals.
+    angle, concentration = np.linspace(-np.pi, np.pi, 20001), 3.0
+    kernel = np.exp(concentration * np.cos(angle))
+    shrinks = (kernel * np.cos(angle)).sum() / kernel.sum()
+    rate = np.log(shrinks) / (-1 / (2 * concentration))
+    np.testing.assert_allclose(diffusion_ratio(2, concentration), rate, rtol=1e-4)
+
+
+def test_correlation_is_that_of_numpy_place_by_place():
+    tokens = np.random.default_rng(1).standard_normal((6, 3, 4)) + np.arange(3)[:, None]
+    squared = []
+    for place in range(3):
+        table = np.corrcoef(tokens[:, place].T) ** 2
+        squared += table[~np.eye(4, dtype=bool)].tolist()
+    found, chance = component_correlation(tokens)
+    np.testing.assert_allclose(found, np.mean(squared))
+    assert chance == 1 / 5
+    # A component that is another one's double is not independent of it.
+    found, _ = component_correlation(np.repeat(tokens, 2, axis=-1))
+    assert found > np.mean(squared)

@@ -4,12 +4,20 @@ on all pairs."""
 import itertools
 from fractions import Fraction
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.optimize
 
 from adder_flax.attention import additive_hidden_dim
-from adder_flax.measures import score_parameters, train_xor, xor_bound, xor_pairs
+from adder_flax.measures import (
+    bilinear_as_additive,
+    hessian_blocks,
+    score_parameters,
+    train_xor,
+    xor_bound,
+    xor_pairs,
+)
 from adder_flax.measures.expressivity import separable
 
 
@@ -86,3 +94,27 @@ def test_parameter_counts_cross_at_the_default_width(query_dim, key_dim):
     hidden = additive_hidden_dim(query_dim, key_dim)
     bilinear, additive = score_parameters(query_dim, key_dim, hidden)
     assert abs(bilinear - additive) <= (query_dim + key_dim + 1) / 2
+
+
+def test_an_additive_score_comes_as_near_to_a_bilinear_one_as_its_inputs_are_small():
+    rng = np.random.default_rng(0)
+    weight, errors = rng.standard_normal((5, 3)), []
+    query, key = rng.uniform(-1, 1, (2, 50, 5))
+    key = key[:, :3]
+    for size in (0.1, 0.05, 0.025):
+        w_s, w_h, b, v = bilinear_as_additive(weight, size)
+        assert w_s.shape == (12, 5)
+        score = np.tanh(query @ w_s.T + key @ w_h.T + b) @ v
+        errors.append(np.abs(score - np.einsum("ni,ij,nj->n", query, weight, key)).max())
+    # In proportion to its square.
+    np.testing.assert_allclose(np.divide(errors[:-1], errors[1:]), 4, rtol=0.2)
+
+
+def test_second_derivatives_are_the_blocks_of_the_quadratic_form():
+    rng = np.random.default_rng(0)
+    form = rng.standard_normal((5, 5))
+    form = form + form.T
+    score = lambda q, k: jnp.concatenate([q, k]) @ jnp.asarray(form) @ jnp.concatenate([q, k]) / 2
+    found = hessian_blocks(score, jnp.ones(2), jnp.ones(3))
+    blocks = form[:2, :2], form[:2, 2:], form[2:, 2:]
+    np.testing.assert_allclose(found, [np.linalg.norm(block) for block in blocks], rtol=1e-5)

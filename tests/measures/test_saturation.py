@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adder_flax.measures import entropy_by_width, gradient_norms
+from adder_flax.measures import entropy_by_width, gradient_norms, unattended_gradient
 from adder_flax.measures.saturation import additive_gradient_norm, dot_product_gradient
 
 
@@ -63,3 +63,16 @@ def test_entropy_falls_with_width_only_without_scaling():
     assert entropies["adder"][1] > entropies["adder, variance-matched"][1]
     expected = np.log(100) - 0.5 * 2 * (1 - 2 / np.pi)
     assert entropies["adder"][1] == pytest.approx(expected, abs=0.1)
+
+
+def test_gradient_of_keys_that_are_not_attended_is_that_of_differences():
+    # One query, so that the median is over keys alone.
+    rng = np.random.default_rng(0)
+    query, key = rng.standard_normal((1, 6)), rng.standard_normal((9, 6))
+    scores, wanted = (query @ key.T)[0] / np.sqrt(6), rng.integers(0, 9, 1)[0]
+    loss = lambda e: np.log(np.exp(e).sum()) - e[wanted]
+    step = 1e-6 * np.eye(9)
+    gradient = np.array([(loss(scores + d) - loss(scores - d)) / 2e-6 for d in step])
+    others = [j for j in range(9) if j not in (wanted, scores.argmax())]
+    found = unattended_gradient([6], keys=9, queries=1)["dot"][0]
+    np.testing.assert_allclose(found, np.median(gradient[others]), rtol=1e-5)

@@ -15,9 +15,13 @@ from adder_flax.counting import count_operations
 from adder_flax.models import VisionTransformer
 from adder_flax.report import NOT_MEASURED, SecondOrderStep, page, write_report
 from adder_flax.report._families import ADDER, CLAIMS, register_claims
-from adder_flax.report._study import Answers, Claim, Findings, Study, observe
+from adder_flax.report._study import Answers, Claim, Findings, Probe, Study, observe, probe
+from adder_flax.report.bypass import without_heads
 from adder_flax.report.families import (
     answers,
+    fisher,
+    heads,
+    maps,
     motion,
     proposition_1,
     second_order_term,
@@ -34,7 +38,8 @@ LABELS = np.arange(5)
 def step_of(ratio, learning_rate=1e-3):
     """A training step whose second-order term is this share of the first."""
     second = 0.1 * ratio
-    return SecondOrderStep(1, learning_rate, 2.0, second - 0.1, -0.1, second, -0.1, second)
+    loss = 2.0 if learning_rate > 1e-4 else 1.0
+    return SecondOrderStep(1, learning_rate, loss, second - 0.1, -0.1, second, -0.1, second, 1e-3)
 
 
 def model_of(seed=0, **options):
@@ -193,7 +198,7 @@ def test_a_model_without_attention_has_a_report_without_claims_on_maps(tmp_path)
     written = write_report(model, IMAGES, LABELS, tmp_path, families=["second-order"])
     assert [claim.verdict for claim in written.claims] == ["not measured"]
     assert "no blocks of attention" in written.page.read_text()
-    message = "among .*second-order, energy; got maps, which look at something else"
+    message = "among .*second-order, fisher, energy; got maps, which look at something else"
     with pytest.raises(ValueError, match=message):
         write_report(model, IMAGES, LABELS, tmp_path, families=["maps"])
 
@@ -213,7 +218,8 @@ def test_extrapolated_operations_are_those_of_the_whole_model(variant):
 def study_of(subject, untrained=None):
     pictures = (IMAGES - IMAGES.min()) / np.ptp(IMAGES)
     answers = Answers(np.eye(10)[LABELS], LABELS, LABELS, list("0123456789"), pictures.__getitem__)
-    return Study(subject, None, untrained, pictures, [""] * 5, LABELS, answers)
+    given = Probe({}, lambda params: np.eye(10)[LABELS], LABELS)
+    return Study(subject, None, untrained, pictures, [""] * 5, LABELS, answers, given)
 
 
 def with_blocks(subject, change, **of_capture):
@@ -269,7 +275,93 @@ def test_theorem_on_live_vectors_follows_the_vectors():
 def test_second_order_terms_are_judged_by_their_size(step, verdict):
     study = study_of(None)
     study = dataclasses.replace(study, second_order={"run": [step]}, peak_learning_rate=1e-3)
-    assert verdicts(second_order_term.judge(study)) == {"second-order": verdict}
+    assert verdicts(second_order_term.judge(study))["second-order"] == verdict
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("kl", "learning_rate", "verdict"),
+    [
+        (1e-4, 1e-3, "holds"),
+        (1e-4, 1e-5, "holds only when the learning rate falls with it"),
+        (1e-1, 1e-1, "holds only when steps are of one length"),
+        (1e-1, 1e-3, "does not hold"),
+    ],
+)
+def test_the_distribution_changes_less_by_itself_or_since_steps_are_shorter(
+    kl, learning_rate, verdict
+):
+    first = dataclasses.replace(step_of(0.3), loss=2.0, kl=1e-2)
+    last = dataclasses.replace(step_of(0.3, learning_rate), loss=1.0, kl=kl)
+    study = dataclasses.replace(study_of(None), second_order={"a": [first], "b": [last]})
+    assert verdicts(second_order_term.judge(study))["kl-shrinks"] == verdict
+
+
+def test_heads_that_carry_nothing_are_removed_first():
+    """The value of one head of two is what the classes are read from."""
+
+    def logits(params):
+        seen = [block["attention"]["value"]["kernel"].sum(0) for block in params["blocks"].values()]
+        right = np.eye(10)[LABELS]
+        # The first head of each block has columns 0 and 1.
+        return right if all(value[0] for value in seen) else 1 - right
+
+    subject = observe("m", model_of(), IMAGES)
+    params = nnx.to_pure_dict(nnx.state(subject.model, nnx.Param))
+    for block in params["blocks"].values():
+        block["attention"]["value"]["kernel"] = np.ones((16, 16))
+    study = dataclasses.replace(study_of(subject), probe=Probe(params, logits, LABELS))
+    found = heads.judge(study)
+    assert verdicts(found) == {"heads-removable": "holds", "heads-single": "holds"}
+    assert found.claims[0].number.startswith("50%")
+    assert found.claims[1].number == "3 of 3 blocks"
+    np.testing.assert_array_equal(found.pictures[0].data["cost"], [[1, 0]] * 3)
+
+
+@pytest.mark.parametrize("linear", ["dense", "adder"])
+def test_a_removed_head_gives_zeros(linear):
+    model = model_of(qkv_linear=linear)
+    of = probe(model, [IMAGES], LABELS)
+    np.testing.assert_allclose(of.logits(of.params), model(IMAGES), atol=1e-5)
+    count = model.blocks[1].attention.num_heads
+    cut = without_heads(of.params, {1: [0]}, count)
+    graphdef, state = nnx.split(model.blocks[1].attention.value)
+    nnx.replace_by_pure_dict(state, cut["blocks"][1]["attention"]["value"])
+    outputs = np.asarray(nnx.merge(graphdef, state)(np.ones((2, 16), np.float32)))
+    assert not outputs[:, :8].any()
+    assert outputs[:, 8:].all()
+    assert not np.allclose(of.logits(cut), of.logits(of.params))
+
+
+@pytest.mark.unchecked
+def test_attention_on_the_object_is_told_from_attention_on_the_border():
+    subject, picture = observe("m", model_of(), IMAGES), np.zeros((5, 8, 8, 1))
+    picture[:, 2:4, 2:4] = 1  # one patch of sixteen
+    study = dataclasses.replace(study_of(subject), pictures=picture)
+    size = subject.maps[0].shape[-1]
+    there, elsewhere = np.zeros((2, 5, 2, size, size))
+    there[..., 1 + 5], elsewhere[..., 1] = 1, 1
+    assert maps._focus(study, subject, there) == 16
+    assert maps._focus(study, subject, elsewhere) == 0
+    assert maps._focus(study, subject, np.full_like(there, 1 / size)) == pytest.approx(1)
+
+
+@pytest.mark.unchecked
+def test_second_order_by_the_letter_on_a_small_model():
+    model = model_of()
+    study = study_of(observe("m", model, IMAGES))
+    study = dataclasses.replace(study, probe=probe(model, [IMAGES], LABELS))
+    found = verdicts(fisher.judge(study))
+    assert found == {
+        "fisher-hessian": "holds",
+        "algorithm-1": "holds",
+        "equation-18": "does not hold",
+        "factor-free-cost": "holds only when there are at most 1 iterations",
+    }
+    # Logits that jump have no second derivative.
+    steps = lambda params: np.round(study.probe.logits(params), 1)
+    jumps = dataclasses.replace(study, probe=dataclasses.replace(study.probe, logits=steps))
+    assert verdicts(fisher.judge(jumps))["fisher-hessian"] == "does not hold"
 
 
 @pytest.mark.unchecked

@@ -7,7 +7,7 @@ for _name in (
     "answers",
     *("theorem_1", "proposition_1", "maps"),
     *("exclusive_or", "saturation", "identities", "gates"),
-    *("sphere", "kernel", "walk", "motion", "second_order_term"),
+    *("sphere", "kernel", "walk", "diffusion", "motion", "heads", "second_order_term", "fisher"),
     "energy",
     "alignments",
 ):

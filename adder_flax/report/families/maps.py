@@ -8,14 +8,26 @@ import numpy as np
 from adder_flax.measures.maps import entropy, mean_distance, patch_attention
 from adder_flax.report import _style
 from adder_flax.report._families import ADDER, register_claims
-from adder_flax.report._study import NOT_MEASURED, Claim, Findings, Picture, Study, only_when
+from adder_flax.report._study import (
+    NOT_MEASURED,
+    TOLERANCE,
+    Claim,
+    Findings,
+    Picture,
+    Study,
+    Subject,
+    only_when,
+)
 from adder_flax.report.figures import attention_figure, comparison_figure
 
 
 @register_claims("maps", ADDER)
 def judge(study: Study) -> Findings:
     """Entropy and distance against the baseline's, and pictures of maps."""
-    return Findings([_global_claim(study)], [_map_picture(study), _attention_picture(study)])
+    return Findings(
+        [_global_claim(study), *_object_claims(study)],
+        [_map_picture(study), _attention_picture(study)],
+    )
 
 
 def _global_claim(study: Study) -> Claim:
@@ -41,6 +53,65 @@ def _global_claim(study: Study) -> Claim:
         "class-attention",
         margins=(float(adder - dot), float(far - near)),
     )
+
+
+def _object_claims(study: Study) -> list[Claim]:
+    some = functools.partial(
+        ADDER.claim,
+        "object-layers",
+        "A.4",
+        "In both models some layers focus on the object, others on the context.",
+    )
+    where = functools.partial(
+        ADDER.claim,
+        "object-layers-differ",
+        "A.4",
+        "The layer that focuses on the object most is another one in the adder model.",
+    )
+    pair = study.adder_and_dot
+    if pair is None:
+        finding = "Needs an adder model and a multiplicative baseline."
+        return [each(NOT_MEASURED, finding=finding) for each in (some, where)]
+    focus = [[_focus(study, each, block) for block in each.maps] for each in pair]
+    (first, _), (other, _) = tops = [(int(np.argmax(of)) + 1, max(of)) for of in focus]
+    both = all(max(of) > 1 + TOLERANCE and min(of) < 1 for of in focus)
+    names = ("adder", "multiplicative")
+    finding = (
+        "Attention on pixels unlike the border's, over uniform attention, by block: "
+        + "; ".join(
+            f"{name} {', '.join(f'{value:.2f}' for value in of)}"
+            for name, of in zip(names, focus, strict=True)
+        )
+    )
+    spans = [
+        f"{name} {min(of):.2f} to {max(of):.2f}" for name, of in zip(names, focus, strict=True)
+    ]
+    layers = ", ".join(f"{name} block {top}" for name, (top, _) in zip(names, tops, strict=True))
+    return [
+        some(both, "; ".join(spans), f"{finding}.", "class-attention"),
+        where(first != other, layers, f"{finding}.", "class-attention"),
+    ]
+
+
+def _focus(study: Study, subject: Subject, maps: np.ndarray) -> float:
+    """Returns the class token's attention on the object, over what uniform attention has there.
+
+    The object is what differs from the median of the image's border by more than half of what the
+    pixel that differs most does.
+    """
+    pictures = study.pictures.astype(float)
+    border = np.concatenate(
+        [pictures[:, [0, -1]].reshape(len(pictures), -1, pictures.shape[-1])]
+        + [pictures[:, :, [0, -1]].reshape(len(pictures), -1, pictures.shape[-1])],
+        axis=1,
+    )
+    unlike = np.abs(pictures - np.median(border, axis=1)[:, None, None]).max(-1)
+    thing = unlike > unlike.max((1, 2), keepdims=True) / 2
+    (rows, columns), (height, width) = study.grid, thing.shape[1:]
+    patches = thing.reshape(-1, rows, height // rows, columns, width // columns).mean((2, 4))
+    share = patches.reshape(len(patches), 1, -1)
+    attended = patch_attention(maps, **subject.in_front)
+    return float(np.mean((attended * share).sum(-1) / share.mean(-1)))
 
 
 def _map_picture(study: Study) -> Picture:

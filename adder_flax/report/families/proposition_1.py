@@ -67,10 +67,21 @@ def _assumption_claims(effect: IdentityEffect) -> list[Claim]:
 
 
 def _curve_claims(effect: IdentityEffect) -> list[Claim]:
+    rises, bends = np.diff(effect.f, axis=-1), np.diff(effect.f, n=2, axis=-1)
+    shaped = (rises.min(-1) >= -1e-9) & (bends.max(-1, initial=0) <= 1e-9)
     slower = effect.ratio.min(-1) >= 1 - 1e-9
     closer = (effect.difference - effect.difference_identity).min(-1) >= -1e-9
     ranks = effect.rank_identity >= effect.rank
     return [
+        ADDER.claim(
+            "proposition-1-concave",
+            "Proposition 1, assertion 1",
+            "The cumulative curve f of the singular values is increasing and concave.",
+            shaped.all(),
+            f"{shaped.mean():.1%} of maps",
+            f"True of {_share(shaped)}: singular values are sorted and not negative.",
+            "spectrum",
+        ),
         ADDER.claim(
             "proposition-1-ratio",
             "Proposition 1, equation 11",

@@ -2,7 +2,12 @@
 
 import numpy as np
 
-from adder_flax.measures.saturation import GradientNorms, entropy_by_width, gradient_norms
+from adder_flax.measures.saturation import (
+    GradientNorms,
+    entropy_by_width,
+    gradient_norms,
+    unattended_gradient,
+)
 from adder_flax.report import _style
 from adder_flax.report._families import ADDITIVE, register_claims
 from adder_flax.report._study import Claim, Findings, Picture, only_when
@@ -19,6 +24,7 @@ def judge(study: object) -> Findings:
     norms = gradient_norms(_INPUT_NORMS)
     entropies = entropy_by_width(_HEAD_DIMS, keys=_KEYS)
     claims = [_saturation_claim(norms), _layer_norm_claim(norms), _scaling_claim(entropies)]
+    claims.append(_unattended_claim(unattended_gradient(_HEAD_DIMS, keys=_KEYS)))
     return Findings(claims, [_saturation_picture(norms, entropies)])
 
 
@@ -69,6 +75,24 @@ def _scaling_claim(entropies: dict[str, np.ndarray]) -> Claim:
         f"{unscaled[0]:.2f} to {unscaled[-1]:.2f} nats, scaled {scaled[0]:.2f} to "
         f"{scaled[-1]:.2f}; adder at 1/√d {entropies['adder'][-1]:.2f}, variance-matched "
         f"{entropies['adder, variance-matched'][-1]:.2f}; uniform is {np.log(_KEYS):.2f}.",
+        "saturation",
+    )
+
+
+def _unattended_claim(gradients: dict[str, np.ndarray]) -> Claim:
+    falls = {name: values[-1] / values[0] for name, values in gradients.items()}
+    of = lambda name: f"{gradients[name][0]:.1e} to {gradients[name][-1]:.1e}"
+    return ADDITIVE.claim(
+        "unattended-gradient",
+        "The challenge of large dot products",
+        "Where large scores make the softmax peaked, the gradients of keys that are not attended "
+        "vanish.",
+        falls["dot, unscaled"] < 1e-3 < 0.5 < falls["dot"],
+        f"{falls['dot, unscaled']:.0e} of it left at d = {_HEAD_DIMS[-1]}; with 1/√d "
+        f"{falls['dot']:.2f}",
+        "Median of ∂(−ln p)/∂score over keys that are neither wanted nor the likeliest, from d = "
+        f"{_HEAD_DIMS[0]} to {_HEAD_DIMS[-1]}: unscaled {of('dot, unscaled')}, over √d "
+        f"{of('dot')}.",
         "saturation",
     )
 

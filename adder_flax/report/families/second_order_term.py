@@ -33,7 +33,37 @@ def judge(study: ImageStudy) -> Findings:
     if not study.second_order:
         finding = "Needs steps of a run, 0 were given (second_order_along)."
         return Findings([claim(NOT_MEASURED, finding=finding)], [])
-    return Findings([_measured(study, claim)], [_picture(study)])
+    return Findings([_measured(study, claim), _kl_claim(study)], [_picture(study)])
+
+
+def _kl_claim(study: ImageStudy) -> Claim:
+    taken = list(study.second_order.items())
+    (where, first), (then, last) = taken[0], taken[-1]
+    median = lambda name, steps: float(np.median([getattr(step, name) for step in steps]))
+    loss, later_loss = median("loss", first), median("loss", last)
+    kl, later = median("kl", first), median("kl", last)
+    # A step in one direction moves the distribution in proportion to the square of its length.
+    rates = [median("learning_rate", steps) for steps in (first, last)]
+    of_rate = later / rates[1] ** 2 < kl / rates[0] ** 2
+    claim = functools.partial(
+        BROWNIAN.claim,
+        "kl-shrinks",
+        "section 3.3",
+        "As the loss gets smaller, the distribution changes less and less between steps.",
+    )
+    if not (np.isfinite([kl, later]).all() and later_loss < loss):
+        return claim(NOT_MEASURED, finding="Needs steps at two losses; 0 such pairs were given.")
+    condition = only_when(
+        "steps are of one length" if of_rate else "the learning rate falls with it"
+    )
+    return claim(
+        condition if (later < kl) != of_rate else of_rate,
+        f"KL {kl:.1e} → {later:.1e} nats",
+        f"Mean KL of a step's predictions from those before it, {where} at a loss of {loss:.2g}: "
+        f"{kl:.2e} nats; {then} at {later_loss:.2g}: {later:.2e}. Over the square of the learning "
+        f"rate: {kl / rates[0] ** 2:.2g} and {later / rates[1] ** 2:.2g}.",
+        "second-order",
+    )
 
 
 def _measured(study: ImageStudy, claim) -> Claim:

@@ -2,10 +2,18 @@
 
 import numpy as np
 
-from adder_flax.measures.brownian import layer_norm, relative_radius
+from adder_flax.measures.brownian import component_correlation, layer_norm, relative_radius
 from adder_flax.report import _style
 from adder_flax.report._families import BROWNIAN, register_claims
-from adder_flax.report._study import Findings, Picture, Study, only_when, spread
+from adder_flax.report._study import (
+    TOLERANCE,
+    Claim,
+    Findings,
+    Picture,
+    Study,
+    only_when,
+    spread,
+)
 
 
 @register_claims("sphere", BROWNIAN)
@@ -50,4 +58,21 @@ def judge(study: Study) -> Findings:
         "Histograms of token norms for three blocks.",
         data,
     )
-    return Findings([claim], [picture])
+    return Findings([claim, _components_claim(study)], [picture])
+
+
+def _components_claim(study: Study) -> Claim:
+    found, chance = zip(
+        *(component_correlation(block.around()[0]) for block in study.subject.captured.blocks),
+        strict=True,
+    )
+    times = np.array(found) / chance[0]
+    return BROWNIAN.claim(
+        "token-components",
+        "section 3.2",
+        "The components of a token are independent random variables.",
+        times.max() < 1 + TOLERANCE,
+        f"squared correlation {np.median(times):.2g} times that of chance",
+        f"Mean squared correlation of two components over {len(study.labels)} images, by block: "
+        f"{spread(times)} times what independent components have. It is not about more than pairs.",
+    )

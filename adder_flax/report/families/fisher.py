@@ -1,0 +1,150 @@
+"""Second order by the letter: the Fisher matrix, Algorithm 1, what it costs without factors."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import kfac
+from adder_flax.measures.brownian import layer_norm
+from adder_flax.report._families import BROWNIAN, register_claims
+from adder_flax.report._study import Claim, Findings, ImageStudy, Study, only_when, spread
+from adder_flax.settings import DEIT_SIZES
+
+_DAMPING = 0.1
+_ITERATIONS = 10
+_COMPONENTS = 48  # of tokens: with their classes a matrix that can be inverted
+_TOKENS, _BATCH = 197, 64
+
+
+@register_claims("fisher", BROWNIAN, of=ImageStudy)
+def judge(study: ImageStudy) -> Findings:
+    """The model's KL along random directions, Algorithm 1 on a layer, and counts."""
+    claims = [_fisher_claim(study), _cost_claim()]
+    if isinstance(study, Study):
+        claims[1:1] = _layer_claims(study)
+    return Findings(claims, [])
+
+
+def _fisher_claim(study: ImageStudy) -> Claim:
+    ratios = [_curvature_ratio(study, seed) for seed in range(3)]
+    return BROWNIAN.claim(
+        "fisher-hessian",
+        "section 3.3 (of Watanabe, 2009)",
+        "The Fisher information matrix is the Hessian of the KL divergence.",
+        np.abs(np.array(ratios) - 1).max() < 0.05,
+        f"ratio {spread(ratios)}",
+        "KL of this model's predictions along 3 random directions δ, over ½ δᵀFδ from "
+        f"differences of its logits: {spread(ratios)}.",
+    )
+
+
+def _curvature_ratio(study: ImageStudy, seed: int, target: float = 0.01) -> float:
+    """Returns KL(θ, θ + δ) over ½ δᵀFδ for a random δ that moves logits by ``target``."""
+    params, logits = study.probe.params, study.probe.logits
+    rng = np.random.default_rng(seed)
+    scale = lambda p: np.sqrt(np.mean(np.square(p)) + 1e-12)
+    direction = jax.tree.map(lambda p: rng.standard_normal(p.shape) * scale(p), params)
+
+    def at(size: float) -> np.ndarray:
+        moved = lambda p, d: np.asarray(p + size * d, np.asarray(p).dtype)
+        return logits(jax.tree.map(moved, params, direction)).astype(np.float64)
+
+    here, size = at(0.0), 1e-3
+    size *= target / max(float(np.sqrt(np.mean((at(size) - here) ** 2))), 1e-12)
+    ahead, behind = at(size), at(-size)
+    log_p = _log_softmax(here)
+    p, change = np.exp(log_p), (ahead - behind) / 2
+    # Both sides, so that the third order cancels.
+    kl = np.mean([(p * (log_p - _log_softmax(q))).sum(-1) for q in (ahead, behind)])
+    fisher = np.mean((p * change**2).sum(-1) - (p * change).sum(-1) ** 2)
+    return float(kl / (fisher / 2))
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = logits - logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def _layer_claims(study: Study) -> list[Claim]:
+    """Algorithm 1 on a new layer that reads the classes off the model's last tokens."""
+    tokens = study.subject.captured.path[-1]
+    features = layer_norm(tokens)[:, 0, :_COMPONENTS].astype(np.float32)
+    classes, labels = np.unique(study.labels, return_inverse=True)
+    params = {"kernel": jnp.zeros((features.shape[-1], len(classes)))}
+
+    def loss(params: Any, x: Any, y: Any) -> jax.Array:
+        logits = kfac.tap(kfac.Dense(), params, x, path="")
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    args = jnp.asarray(features), jnp.asarray(labels)
+    layers = kfac.find_layers(loss, params, *args)
+    optimizer = kfac.algorithm_1(
+        1.0, layers, damping=_DAMPING, max_iterations=4 * _ITERATIONS, tolerance=1e-6
+    )
+    value, grads, curvature = kfac.value_grad_and_curvature(loss, fisher="empirical")(params, *args)
+    before = float(value)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params, curvature=curvature)
+    step = -np.asarray(updates["kernel"], np.float64)
+    wanted = _dense_solution(features, labels, len(classes))
+    error = float(np.linalg.norm(step - wanted) / np.linalg.norm(wanted))
+    moved = lambda sign: {"kernel": jnp.asarray(0.1 * sign * step, jnp.float32)}
+    up, down = (float(loss(moved(sign), *args)) for sign in (1, -1))
+    return [
+        BROWNIAN.claim(
+            "algorithm-1",
+            "Algorithm 1",
+            "Conjugate gradients solve (F + γI) x = ∇L from activations and gradients alone.",
+            error < 1e-3,
+            f"error {error:.0e}",
+            f"On a layer of {wanted.size} weights behind this model, γ = {_DAMPING}, at most "
+            f"{4 * _ITERATIONS} iterations: ‖x − (F + γI)⁻¹∇L‖ is {error:.1e} of the solution by a "
+            "dense matrix in float64.",
+        ),
+        BROWNIAN.claim(
+            "equation-18",
+            "equation 18",
+            "θ + η F⁻¹∇L lowers the loss.",
+            up < before,
+            f"loss {before:.3f} → {up:.3f}; with a minus {down:.3f}",
+            f"On that layer with η = 0.1 the loss goes from {before:.4f} to {up:.4f}, and to "
+            f"{down:.4f} with a minus, which the formula lacks: −F⁻¹∇L descends.",
+        ),
+    ]
+
+
+def _dense_solution(features: np.ndarray, labels: np.ndarray, classes: int) -> np.ndarray:
+    x = features.astype(np.float64)
+    errors = 1 / classes - np.eye(classes)[labels]  # of uniform predictions, since the kernel is 0
+    each = np.einsum("ni,no->nio", x, errors).reshape(len(x), -1)
+    fisher = each.T @ each / len(x) + _DAMPING * np.eye(each.shape[-1])
+    return np.linalg.solve(fisher, each.mean(0)).reshape(x.shape[-1], classes)
+
+
+def _cost_claim() -> Claim:
+    """By counted multiplications of the layers of a block, in gradients of it."""
+    rows = {}
+    for name, (width, _) in zip(("DeiT-Ti", "DeiT-S", "DeiT-B"), DEIT_SIZES.values(), strict=True):
+        n = _BATCH * _TOKENS
+        layers = 4 * [(width, width)] + [(width, 4 * width), (4 * width, width)]
+        total = functools.partial(sum, start=0.0)
+        gradient = total(3 * n * i * o for i, o in layers)
+        free = total(2 * n * i * o * _ITERATIONS for i, o in layers)
+        formed = total(n * (i * i + o * o) + i**3 + o**3 + i * o * (i + o) for i, o in layers)
+        rows[name] = free / gradient, formed / gradient
+    shown = ", ".join(f"{name} {free:.1f} against {f:.1f}" for name, (free, f) in rows.items())
+    cheaper = min(int(f / free * _ITERATIONS) for free, f in rows.values())
+    return BROWNIAN.claim(
+        "factor-free-cost",
+        "section 3.3 (what it costs)",
+        "A step without Kronecker factors is cheaper than one with them.",
+        all(free < formed for free, formed in rows.values())
+        or (cheaper > 0 and only_when(f"there are at most {cheaper} iterations")),
+        f"{shown} gradients",
+        f"Multiplications of a step in gradients, {_BATCH} images of {_TOKENS} tokens, "
+        f"{_ITERATIONS} iterations of Algorithm 1 against forming, inverting and applying factors "
+        f"in every step: {shown}.",
+    )
