@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from adder_flax.counting import count_operations
+from adder_flax.counting import Operations, count_operations
 from adder_flax.models import VisionTransformer
 from adder_flax.report import NOT_MEASURED, SecondOrderStep, page, write_report
 from adder_flax.report._families import ADDER, CLAIMS, register_claims
@@ -28,7 +28,7 @@ from adder_flax.report.families import (
     theorem_1,
 )
 from adder_flax.report.families.energy import SIZES as SIZES_OF_DEIT
-from adder_flax.report.families.energy import VARIANTS, deit_operations
+from adder_flax.report.families.energy import VARIANTS, deit_operations, in_bytes
 from tests.report.small import SIZES
 
 IMAGES = np.random.default_rng(0).standard_normal((5, 8, 8, 1)).astype(np.float32)
@@ -213,6 +213,14 @@ def test_extrapolated_operations_are_those_of_the_whole_model(variant):
     assert extrapolated.counts == counted.counts
     assert extrapolated.bytes_moved == counted.bytes_moved
     assert extrapolated.bytes_at_boundary == counted.bytes_at_boundary
+
+
+def test_bytes_cost_what_horowitz_has():
+    counts = {("l1_elements", "float32"): 10, ("additions", "float32"): 27}
+    of_difference, of_product = in_bytes(Operations(counts))
+    # Ten terms of two additions each; seven additions are of something else.
+    assert of_difference == pytest.approx((7 * 0.9 + 10 * (0.03 + 0.1)) * 1e-12)
+    assert of_product == pytest.approx((7 * 0.9 + 10 * (0.2 + 0.1)) * 1e-12)
 
 
 def study_of(subject, untrained=None):

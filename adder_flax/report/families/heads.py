@@ -61,9 +61,8 @@ def judge(study: Study) -> Findings:
 
 
 def _share_claim(whole: float, left: np.ndarray) -> Claim:
-    # The first share at which too much is lost ends it.
-    bad = left < whole - _INSIGNIFICANT
-    share = _SHARES[max(int(np.argmax(bad)) - 1, 0)] if bad.any() else 1.0
+    # That they can be removed is said, so that the largest share counts that was found.
+    share = _SHARES[left >= whole - _INSIGNIFICANT].max()
     return _removable(
         share >= _LARGE,
         f"{share:.0%} of the heads cost less than {_INSIGNIFICANT:.0%}",
