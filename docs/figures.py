@@ -2,7 +2,7 @@
 
 score_*.png: left the score of every key in the plane for one query, right the attention map of
 tokens along a spiral. memory.svg: the table of docs/compiled.md. eight_bits.svg: that of
-docs/eight_bits.md.
+docs/eight_bits.md. kernels.svg: that of GPU kernels in docs/kernels.md.
 """
 
 import re
@@ -116,6 +116,27 @@ def draw_speed(page: str) -> plt.Figure:
     return figure
 
 
+def draw_kernels(page: str) -> plt.Figure:
+    """Of the table of GPU kernels: how much of the device's additions each one reaches."""
+    table = page.partition("| kernel | instructions a term |")[2].partition("\n\n")[0]
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines()[2:]]
+    places, names = range(len(rows)), [row[0].replace("`", "") for row in rows]
+    paper, measured = ([float(row[column]) for row in rows] for column in (3, 4))
+    figure, axes = report.new_figure(4.6, 4.2)
+    place = axes[0, 0]
+    place.barh(places, measured, color="#a5a5a5", label="measured")
+    look = report.line(0) | {"linestyle": "", "marker": "|", "markersize": 11}
+    place.plot(paper, places, **look, label="on paper: instructions issued")
+    place.axvline(1, color="#8a8a8a", linewidth=0.9)
+    report.dress(place, xlabel="share of an H200's bound")
+    place.set_xlim(0, 1.05)
+    place.grid(axis="y", visible=False)
+    place.set_yticks(places, names)
+    place.invert_yaxis()
+    report.legend(place, loc="upper left", bbox_to_anchor=(-0.75, -0.12), ncols=2, handlelength=1)
+    return figure
+
+
 def main() -> None:
     images = Path(__file__).parent / "images"
     for name in ("dot", "bilinear", "additive", "adder", "gaussian"):
@@ -124,6 +145,8 @@ def main() -> None:
     report.save_figure(draw_memory(page), images / "memory", ("svg",))
     page = (images.parent / "eight_bits.md").read_text()
     report.save_figure(draw_speed(page), images / "eight_bits", ("svg",))
+    page = (images.parent / "kernels.md").read_text()
+    report.save_figure(draw_kernels(page), images / "kernels", ("svg",))
 
 
 if __name__ == "__main__":
