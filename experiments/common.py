@@ -42,6 +42,8 @@ def deit(mechanism: str, size: str, data: str | None = None) -> ml_collections.C
         recipe with patches that divide them, others ImageNet's.
     """
     data = data or "digits"
+    if mechanism not in MECHANISMS:
+        raise ValueError(f"expected a mechanism, {', '.join(MECHANISMS)}, got {mechanism!r}")
     width, num_heads = settings.DEIT_SIZES[size]
     config = ml_collections.ConfigDict(settings.defaults(settings.RunSettings))
     config.model.update(width=width, num_heads=num_heads, **MECHANISMS[mechanism])

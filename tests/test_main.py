@@ -29,7 +29,8 @@ def _slow(*case):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--config.optimizer.learing_rate=1"], "did you mean 'learning_rate'"),
+        (["--config.optimizer.learing_rate=1"], "did you mean 'optimizer.learning_rate'"),
+        (["--config.data.data_dri=x"], "got 'data.data_dri'; did you mean 'data.data_dir'"),
         _slow(["--config.model.depth=twelve"], "depth"),
         (["--config.model.num_heads=5"], r"expected .*192.*5"),
         _slow(["--config.model.patch_size=3"], r"expected .*patch.* 8"),
@@ -51,6 +52,18 @@ def test_a_mistake_is_one_message_and_a_non_zero_exit(flags, message, run_main, 
     assert re.search(message, done.stderr), done.stderr
     assert "first step" not in done.stdout
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("field", ["data.data_dir", "seed"])
+def test_a_field_of_a_run_is_found_below_the_base_of_a_comparison(field, run_main, tmp_path):
+    flags = [
+        "--mode=compare",
+        "--config=experiments/compare_mechanisms.py",
+        f"--workdir={tmp_path}",
+    ]
+    done = run_main(*flags, f"--config.{field}=8")
+    assert done.returncode != 0
+    assert f"got '{field}'; did you mean 'base.{field}'" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize(

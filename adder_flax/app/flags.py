@@ -4,6 +4,7 @@ import difflib
 import re
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 from adder_flax.extras import needs
@@ -236,7 +237,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
             else f"expected flags as --help lists them, got: {error}"
         )
         misfit = _misfit(str(error))
-        raise RunError(_unknown_field(unknown[1]) if unknown else misfit or words) from error
+        raise RunError(_unknown_field(unknown[1], argv) if unknown else misfit or words) from error
     return rest
 
 
@@ -273,12 +274,21 @@ def _read_as() -> type:
     return settings.CompareSettings if of_runs else settings.RunSettings
 
 
-def _unknown_field(name: str) -> str:
-    fields = {
-        part
-        for field, _ in settings.declarations(settings.CompareSettings)
-        for part in field.split(".")
-    }
-    near = difflib.get_close_matches(name, sorted(fields), n=1)
+def _unknown_field(part: str, argv: Sequence[str]) -> str:
+    """Returns what to write in place of the flag in which a part of a path names no field."""
+    paths = (m[1] for flag in argv if (m := re.match(r"--?config\.([\w.]+)", flag)))
+    given = next((path for path in paths if part in path.split(".")), part)
+    of_runs, of_grids = (
+        [path for path, _ in settings.declarations(kind)]
+        for kind in (settings.RunSettings, settings.CompareSettings)
+    )
+    if given in of_runs:  # which the configuration of a run has
+        near = [f"base.{given}"]
+    else:
+        fields = of_grids if "--mode=compare" in argv else of_runs
+        near = difflib.get_close_matches(given, fields, n=1)
+    if not near:  # a part of a path alone
+        parts = {part for path in of_grids for part in path.split(".")}
+        near = difflib.get_close_matches(part, sorted(parts), n=1)
     fix = f"did you mean {near[0]!r}" if near else "see docs/settings.md for all of them"
-    return f"expected --config.<field> to name a field of the configuration, got {name!r}; {fix}"
+    return f"expected --config.<field> to name a field of the configuration, got {given!r}; {fix}"

@@ -14,11 +14,12 @@ from typing import Any
 
 import jax
 
-from adder_flax import counting, data, own_cache, training
+from adder_flax import counting, data, own_cache, settings, training
 from adder_flax.compare.plan import FINAL, Cell
-from adder_flax.compare.records import Record
+from adder_flax.compare.records import CURVE_DIGITS, Record
 from adder_flax.data import usable_cores
 from adder_flax.extras import needs
+from adder_flax.training.setup import load_split
 
 with needs("train"):
     from ml_collections import ConfigDict
@@ -57,6 +58,7 @@ def run_cell(
         contextlib.redirect_stdout(file),
         contextlib.redirect_stderr(file),
     ):
+        marks = marks_of(cell.config, test_split, load)
         run = training.build_run(cell.config, load=load)
         own = training.open_workdir(workdir, cell.config)
         steps = run.num_steps
@@ -99,7 +101,18 @@ def run_cell(
         machine=machine(),
         versions=versions(),
         date=datetime.date.today().isoformat(),
+        data=marks,
     )
+
+
+def marks_of(
+    config: ConfigDict, test_split: str, load: Callable[..., data.Source]
+) -> dict[str, list[float]]:
+    """Returns what tells the data of a cell from another set, by split, the test split included."""
+    run = settings.read(settings.RunSettings, config)
+    splits = dict.fromkeys((run.data.train_split, run.data.eval_split, test_split))
+    with training.user_errors():
+        return {split: load_split(load, run, run.data.name, split).marks() for split in splits}
 
 
 _FACTS: dict[Any, dict[str, float]] = {}
@@ -150,7 +163,9 @@ def _curve(rows: list[dict[str, float]]) -> dict[str, list[float]]:
     curve: dict[str, list[float]] = {"step": [int(row["step"]) for row in evaluated]}
     for name in evaluated[0] if evaluated else ():
         if name.startswith("eval/"):
-            curve[name.removeprefix("eval/")] = [round(row[name], 6) for row in evaluated]
+            curve[name.removeprefix("eval/")] = [
+                round(row[name], CURVE_DIGITS) for row in evaluated
+            ]
     return curve
 
 

@@ -27,6 +27,8 @@ def run(config: Any, workdir: str | Path, workers: int) -> None:
             "run; unset JAX_*, start it on each host with the same --workdir"
         )
     comparison = Comparison(config, workdir)
+    if workers:
+        comparison.check_data()
     known = set(comparison.records.all())
     if workers == 1:
         _work(comparison)

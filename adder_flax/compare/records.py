@@ -16,6 +16,9 @@ from adder_flax.files import write_whole
 from adder_flax.training.fingerprint import computing, flatten_config
 from adder_flax.training.lock import HeldError, lock_workdir
 
+CURVE_DIGITS = 6
+"""Of a score along training."""
+
 _FORMAT = 1
 _POLL_SECONDS = 1.0
 
@@ -45,6 +48,7 @@ class Record:
       machine: ``processor``, ``cores`` and ``device``.
       versions: of the libraries.
       date: on which it was finished.
+      data: what tells the records of each split from those of another set, `Source.marks`.
     """
 
     arm: str
@@ -63,6 +67,7 @@ class Record:
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
     date: str
+    data: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
 
 
 class Records:
@@ -176,7 +181,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _fields(record: Record) -> dict[str, Any]:
-    return {"format": _FORMAT, **dataclasses.asdict(record)}
+    fields = dataclasses.asdict(record)
+    if not fields["data"]:  # of a record by an older version, which stays what it was
+        del fields["data"]
+    return {"format": _FORMAT, **fields}
 
 
 def _damaged(path: Path | str, reason: str) -> RunError:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adder_flax import data
+from adder_flax import data, training
 from adder_flax.compare import cells, search
 from adder_flax.compare.plan import FINAL, TUNING, Arm, Cell, Plan
 from adder_flax.compare.records import Record, Records
@@ -88,6 +88,31 @@ class Comparison:
         tuning = self.tuning(arm)
         wanted = [cell for values in tuning.missing for cell in self.tuning_cells(arm, values)]
         return [cell for cell in wanted or self.final_cells(arm) if self.records.get(cell) is None]
+
+    def cells_of(self, arm: Arm) -> tuple[list[Cell], list[Cell]]:
+        """Returns the cells of an arm that are known by now: for tuning, and final ones."""
+        points = self.tuning(arm).points if arm.space else ()
+        tried = [cell for values in points for cell in self.tuning_cells(arm, values)]
+        return tried, self.final_cells(arm)
+
+    def check_data(self) -> None:
+        """Refuses data that cannot be read, and other data than that of finished cells.
+
+        Raises:
+          RunError: what the user must mend.
+        """
+        test = self.plan.settings.base.data.eval_split
+        for arm in self.plan.arms.values():
+            known = [cell for of in self.cells_of(arm) for cell in of]
+            now = cells.marks_of(known[0].config, test, load_once)
+            records = filter(None, map(self.records.get, known))
+            changes = (training.other_records(record.data, now) for record in records)
+            if change := next(filter(None, changes), None):
+                raise RunError(
+                    f"expected the data that finished cells of {arm.name!r} saw, got "
+                    f"{', '.join(change)} in {known[0].config.data.data_dir or 'it'}; put it back "
+                    "as it was, or set --workdir to a place of its own for other data"
+                )
 
     def trial_scores(self, arm: Arm, tuning: search.Tuning) -> list[float]:
         """Returns what an arm scored in its first trials, before any beyond an edge.
@@ -243,12 +268,10 @@ def _failure(number: int, code: int, output: Path) -> str:
 
 def overview(comparison: Comparison, workers: int = 1) -> str:
     """Returns a table of what is done, runs and is left, and about how long that takes."""
-    rows = [("arm", "tuned", "final runs", "running", "best so far")]
+    rows = [("arm", "tuned", "final runs", "running", "best validation")]
     left, seconds, wanted = 0, [], comparison.plan.settings.seeds
     for arm in comparison.plan.arms.values():
-        points = comparison.tuning(arm).points if arm.space else ()
-        tried = [cell for values in points for cell in comparison.tuning_cells(arm, values)]
-        final = comparison.final_cells(arm)
+        tried, final = comparison.cells_of(arm)
         tuned, ran = ([*filter(None, map(comparison.records.get, of))] for of in (tried, final))
         running = sum(
             comparison.records.get(cell) is None and is_held(comparison.cell_dir(cell) / _CLAIM)
@@ -281,7 +304,7 @@ def describe(record: Record, best: str) -> str:
     )
     score = f"diverged at step {record.steps}"
     if not record.diverged:
-        score = f"{best} {record.validation[best]:.4f}"
+        score = f"validation {best} {record.validation[best]:.4f}"
     return (
         f"{record.arm}  {record.phase}  seed {record.seed}{values}  {score}  "
         f"{record.seconds['run']:.0f} s"

@@ -11,7 +11,7 @@ from typing import Any
 
 from adder_flax.compare.blocks import Block, Code, Heading, Paragraph, Table
 from adder_flax.compare.plan import Arm
-from adder_flax.compare.records import Record
+from adder_flax.compare.records import CURVE_DIGITS, Record
 from adder_flax.compare.run import Comparison
 from adder_flax.compare.search import Tuning
 from adder_flax.compare.trivial import read_trivial
@@ -145,7 +145,8 @@ def _target(comparison: Comparison, baseline: Sequence[Record]) -> float | None:
     scores = [record.validation[name] for record in baseline if not record.diverged]
     # The worse of two in the middle: a mean of them is one that half of the runs never reach.
     middle = statistics.median_low if largest else statistics.median_high
-    return middle(scores) if scores else None
+    # As curves have it, so that a run which ends at the target has reached it.
+    return round(middle(scores), CURVE_DIGITS) if scores else None
 
 
 def finding(comparison: Comparison, rows: Sequence[Row]) -> str:

@@ -188,6 +188,12 @@ def _read_split(folder: pathlib.Path, *, full: bool) -> tuple[partial[FileRecord
 
 def _class_names(folder: pathlib.Path) -> list[str]:
     names = _folders_in(folder)
+    if not names and (images := _images_in(folder, Counter())):
+        raise DataError(
+            f"Expected {printable(folder.parent)}/<split>/<class>/<image>, got {len(images)} "
+            f"images in {printable(folder)}, which then is a split and no class. Set data_dir to a "
+            "folder of train/ and val/, each with a folder for each class."
+        )
     if not names:
         raise DataError(
             f"Expected one sub-folder per class in {printable(folder)}, got none. Put the images "

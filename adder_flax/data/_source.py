@@ -101,6 +101,28 @@ class Source(abc.ABC):
             raise UnreadableRecordError(self.unreadable.get(index, unread))
         return {name: values[0] for name, values in arrays.items()}
 
+    def marks(self) -> list[float]:
+        """Returns what tells these records from those of another set: their number, and the mean of
+        every array of eight of them that are spread over the split.
+
+        Means, since decoders of another version give slightly other pixels. Where one of the eight
+        cannot be read, the number alone.
+
+        >>> from adder_flax.data import load_source
+        >>> [round(mark) for mark in load_source("digits", "test").marks()][:4]
+        [360, 88, 86, 94]
+        """
+        rows = np.unique(np.linspace(0, len(self) - 1, 8).astype(int)) if len(self) else []
+        means: list[float] = []
+        with contextlib.suppress(UnreadableRecordError):
+            for row in rows:
+                arrays, readable = self.read(np.array([row]))
+                means += [float(np.mean(values)) for values in arrays.values()]
+                if not readable.all():
+                    return [len(self)]
+            return [len(self), *means]
+        return [len(self)]
+
     def first(self, count: int) -> Batch:
         """The first `count` records that can be read, as evaluation sees them."""
         found: list[Batch] = []

@@ -21,7 +21,12 @@ from adder_flax.training.processes import connect, fetch, peer_errors
 from adder_flax.training.setup import Run, abstract_batch, build_run, trace, with_statistics
 from adder_flax.training.step import evaluation_params, make_eval_step, make_train_step
 from adder_flax.training.topology import topology_devices
-from adder_flax.training.workdir import open_workdir, read_config, write_config
+from adder_flax.training.workdir import (
+    open_workdir,
+    other_records,
+    read_config,
+    write_config,
+)
 
 __all__ = [
     "OPTIMIZERS",
@@ -47,6 +52,7 @@ __all__ = [
     "make_eval_step",
     "make_train_step",
     "open_workdir",
+    "other_records",
     "peak_memory",
     "peer_errors",
     "read_config",

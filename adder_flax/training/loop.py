@@ -37,6 +37,11 @@ from adder_flax.training.workdir import (
 )
 
 
+def marks_of(run: Run) -> dict[str, list[float]]:
+    """Returns what tells the records of a run from those of another data set, by split."""
+    return {source.split: source.marks() for source in (run.train_source, run.eval_source)}
+
+
 class Evaluator:
     """Scores parameters on the whole evaluation split: no example dropped, none counted twice."""
 
@@ -103,9 +108,7 @@ class Trainer:
         self._run = run
         self._workdir = Path(workdir)
         self._times = [start_time or time.monotonic(), time.monotonic()]
-        self._num_records = {
-            source.split: len(source) for source in (run.train_source, run.eval_source)
-        }
+        self._records = marks_of(run)
         self._evaluate = Evaluator(run)
         self._batches = run.batches(sharding.local_rows(run.mesh, run.config.batch_size))
         self._profiler = Profiler(run.config.profile_steps, self._workdir / "profile")
@@ -158,7 +161,7 @@ class Trainer:
         return Result(state, done, evaluation, stopped if done < run.num_steps else None)
 
     def _check_data(self, start: int) -> str | None:
-        changed = changed_data(self._workdir, self._num_records)
+        changed = changed_data(self._workdir, self._records)
         if start > self._run.num_steps:
             raise RunError(
                 f"expected a run of at least the {start} steps that were done, got one of "
@@ -185,7 +188,7 @@ class Trainer:
                 if step == start:
                     jax.block_until_ready(metrics)
                     write_config(self._workdir, run.config)
-                    write_data(self._workdir, self._num_records)
+                    write_data(self._workdir, self._records)
                     write_jax_settings(self._workdir)
                     outputs.progress.line(_spent([*self._times, time.monotonic()]))
                     outputs.metrics.restart_clock(step + 1)

@@ -158,10 +158,10 @@ def build_run(
     mesh = sharding.make_mesh(vars(settings.mesh), devices)
     _check_batches(settings, mesh)
     with user_errors():
-        own_source = _load_source(load, settings, settings.data.name, settings.data.train_split)
+        own_source = load_split(load, settings, settings.data.name, settings.data.train_split)
         train_source = _normalized(own_source, settings.data)
         chosen = settings.data.eval_split if eval_split == "eval" and not eval_data else eval_split
-        eval_source = _load_source(load, settings, eval_data or settings.data.name, chosen)
+        eval_source = load_split(load, settings, eval_data or settings.data.name, chosen)
         if eval_data:
             _check_classes(train_source, eval_source)
         if eval_labels:
@@ -354,9 +354,10 @@ def _count_steps(settings: RunSettings, source: data.Source) -> tuple[int, int]:
     return steps_per_epoch, math.ceil(settings.num_epochs * steps_per_epoch)
 
 
-def _load_source(
+def load_split(
     load: Callable[..., data.Source], settings: RunSettings, name: str, split: str
 ) -> data.Source:
+    """Loads a split of a data set as a run sees it."""
     return load(
         name,
         split,

@@ -1,11 +1,12 @@
 """The directory of a run: its configuration on disk, and the refusal to mix two runs in it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from absl import logging
 
 from adder_flax.errors import RunError, writing
@@ -101,30 +102,48 @@ def read_file(path: Path) -> bytes | None:
         ) from error
 
 
-def write_data(workdir: str | Path, records: Mapping[str, int]) -> None:
-    """Writes ``data.json``: how many records each split has, for a later start to compare with."""
+def write_data(workdir: str | Path, records: Mapping[str, Sequence[float]]) -> None:
+    """Writes ``data.json``: what tells each split from another, `Source.marks`, for a later start
+    to compare with.
+    """
     _write(workdir, "data.json", dict(records))
 
 
-def changed_data(workdir: str | Path, records: Mapping[str, int]) -> str | None:
+def changed_data(workdir: str | Path, records: Mapping[str, Sequence[float]]) -> str | None:
     """Returns in words what became of the data set since :func:`write_data`, if anything.
 
     Example:
       >>> import tempfile
       >>> with tempfile.TemporaryDirectory() as workdir:
-      ...     write_data(workdir, {"train": 60, "val": 20})
-      ...     changed_data(workdir, {"train": 50, "val": 20})
+      ...     write_data(workdir, {"train": [60], "val": [20, 0.5]})
+      ...     changed_data(workdir, {"train": [50], "val": [20, 0.5]})
       'the data set has changed since this run was last started: train 60 records then, 50 now'
     """
-    before = _read_facts(workdir, "data.json")
-    changes = [
-        f"{split} {before[split]} records then, {count} now"
-        for split, count in records.items()
-        if before.get(split, count) != count
-    ]
+    changes = other_records(_read_facts(workdir, "data.json"), records)
     since = "the data set has changed since this run was last started"
     return f"{since}: {', '.join(changes)}" if changes else None
 
+
+def other_records(before: Mapping[str, Any], records: Mapping[str, Sequence[float]]) -> list[str]:
+    """Returns in words in which splits there are other records than before.
+
+    >>> other_records({"train": [60, 7.0], "val": 20}, {"train": [60, 9.0], "val": [20, 1.0]})
+    ['train other records']
+    """
+    found = []
+    for split, now in records.items():
+        then = before.get(split, now)
+        then = then if isinstance(then, list) else [then]  # a number by older versions
+        if not (then and all(isinstance(mark, int | float) for mark in then)):
+            continue  # damaged, and no more than a help
+        if then[0] != now[0]:
+            found.append(f"{split} {then[0]:g} records then, {now[0]:g} now")
+        elif len(then) == len(now) and not np.allclose(then, now, rtol=0, atol=_SAME):
+            found.append(f"{split} other records")
+    return found
+
+
+_SAME = 0.5  # of pixels in 0 to 255: decoders of another version round otherwise
 
 # By version of JAX and by environment these differ, and with them the numbers of a run.
 _JAX_SETTINGS = (

@@ -46,7 +46,7 @@ def _record(cell, accuracy):
         diverged=None if scores else "a loss that is not finite",
         validation=scores,
         test=scores if cell.phase == "final" else {},
-        curve={"step": [8], "accuracy": [accuracy]} if scores else {"step": []},
+        curve={"step": [8], "accuracy": [round(accuracy, 6)]} if scores else {"step": []},
         facts=dict.fromkeys(FACTS, 1.0),
         seconds={"step": 0.1, "run": 1.0},
         machine={"processor": "none", "cores": 1, "device": "1 × none"},
@@ -114,6 +114,14 @@ def test_the_median_run_of_the_baseline_reaches_its_own_target(tmp_path):
     assert baseline.target == 0.4
     assert baseline.reached == [8, None, 8, 8, None, 8]
     assert baseline.cost_to_target(lambda record: 1) == 8
+
+
+def test_a_run_that_ends_at_the_target_has_reached_it(tmp_path):
+    """A curve has six digits of a score, of which a third has more."""
+    comparison = two_arms(tmp_path, seeds=1)
+    fill(comparison, lambda cell: 2 / 3)
+    [baseline, _] = rows_of(comparison)
+    assert baseline.reached == [8]
 
 
 def test_of_identical_arms_every_interval_holds_zero(tmp_path):

@@ -14,7 +14,16 @@ import numpy as np
 import pytest
 
 from adder_flax import data, packed
-from adder_flax.compare import Comparison, Record, Records, describe, overview, work, write_results
+from adder_flax.compare import (
+    Comparison,
+    Record,
+    Records,
+    describe,
+    overview,
+    run,
+    work,
+    write_results,
+)
 from adder_flax.compare import cells as cells_module
 from adder_flax.compare.run import load_once
 from adder_flax.compare.table import rows_of
@@ -69,6 +78,28 @@ def test_every_cell_runs_once(finished):
         assert not comparison.open_cells(arm)
         assert len(comparison.final_cells(arm)) == 2
     assert run_all(comparison) == []
+
+
+def test_other_data_are_refused_where_cells_are_finished(finished, monkeypatch):
+    comparison, _ = finished
+    comparison.check_data()
+    load = data.load_source
+
+    def negative(name, split, **options):
+        source = load(name, split, **options)
+        return data.ArraySource(
+            name,
+            split,
+            source.splits,
+            255 - source.first(len(source))["image"],
+            source.first(len(source))["label"],
+            source.label_names,
+        )
+
+    monkeypatch.setattr(run, "load_once", negative)
+    message = r"that finished cells of '\w+' saw, got train\[.* other records.*set --workdir"
+    with pytest.raises(RunError, match=message):
+        comparison.check_data()
 
 
 def test_final_runs_alone_are_scored_on_the_test_split(finished):

@@ -29,6 +29,7 @@ from adder_flax.data._images import (
     decode_and_resize,
     random_crop_box,
 )
+from adder_flax.training import other_records
 from tests.data.files import encode, smooth_image
 from tests.processes import run_code
 
@@ -281,6 +282,24 @@ def test_errors_of_a_folder(image_folder, load_folder):
     (image_folder / "empty").mkdir()
     with pytest.raises(DataError, match="one sub-folder per class"):
         load_folder("empty")
+    # The folder of a split in place of the one above it.
+    with pytest.raises(DataError, match=r"<split>/<class>/<image>, got 3 images in .*/ant, which"):
+        load_source("folder", "train", data_dir=str(image_folder / "train"), image_size=8)
+
+
+def test_other_records_have_other_marks(image_folder, load_folder):
+    marks, again = load_folder().marks(), load_folder().marks()
+    assert marks == again
+    assert marks[0] == 8
+    assert other_records({"train": marks}, {"train": load_folder().marks()}) == []
+    picture = next((image_folder / "train").glob("*/*"))
+    Image.new("RGB", (8, 8), (250, 10, 90)).save(picture)
+    assert other_records({"train": marks}, {"train": load_folder().marks()}) == [
+        "train other records"
+    ]
+    picture.unlink()
+    changed = other_records({"train": marks}, {"train": load_folder().marks()})
+    assert changed == ["train 8 records then, 7 now"]
 
 
 def test_a_set_that_is_not_prepared_names_the_command(tmp_path):
