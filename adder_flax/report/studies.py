@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from adder_flax.training import Run
 
 _IMAGES = 32
-_PROBED_IMAGES = 256
+# The model is run on them a hundred times.
+_PROBED_IMAGES, _OF_PHOTOGRAPHS, _PHOTOGRAPH = 256, 64, 64
 _WORDS = 512
 _STUDIED_STEPS = 3
 
@@ -93,7 +94,8 @@ def study_classification(trained: Trained, baseline: Trained | None) -> ImageStu
 
 def _probe(run: "Run", model: nnx.Module, source: Any) -> Probe:
     """Returns the model on the first images, in batches of those that the report looks at."""
-    count = min(_PROBED_IMAGES, len(source)) // _IMAGES * _IMAGES or len(source)
+    wanted = _PROBED_IMAGES if source.image_shape[0] <= _PHOTOGRAPH else _OF_PHOTOGRAPHS
+    count = min(wanted, len(source)) // _IMAGES * _IMAGES or len(source)
     batch = source.first(count)
     (images,) = map(np.asarray, run.task.inputs(batch))
     return probe(model, np.split(images, max(1, count // _IMAGES)), batch["label"])

@@ -11,7 +11,7 @@ from adder_flax.report._families import BROWNIAN, register_claims
 from adder_flax.report._study import NOT_MEASURED, Claim, Findings, Picture, Study
 from adder_flax.report.bypass import without_heads
 
-_INSIGNIFICANT = 0.01  # of accuracy
+_INSIGNIFICANT = 0.01  # of accuracy, or one image
 _LARGE = 0.2  # share of the heads; Michel et al. remove 20 to 40 %
 _SHARES = np.arange(0, 1.01, 0.1)
 
@@ -45,7 +45,7 @@ def judge(study: Study) -> Findings:
         heads = {b: [h for block, h in removed if block == b] for b in blocks}
         return of.accuracy(without_heads(of.params, heads, count))
 
-    whole = accuracy([])
+    whole, limit = accuracy([]), max(_INSIGNIFICANT, 1 / len(of.labels)) + 1e-9
     alone = {one: accuracy([one]) for one in every}
     order = sorted(every, key=lambda one: -alone[one])
     taken = [round(share * len(every)) for share in _SHARES]
@@ -55,29 +55,29 @@ def judge(study: Study) -> Findings:
         for block in blocks
     ]
     return Findings(
-        [_share_claim(whole, left), _single_claim(whole, np.array(kept))],
+        [_share_claim(whole, left, limit), _single_claim(whole, np.array(kept), limit)],
         [_picture(left, np.reshape([whole - alone[one] for one in every], (-1, count)))],
     )
 
 
-def _share_claim(whole: float, left: np.ndarray) -> Claim:
+def _share_claim(whole: float, left: np.ndarray, limit: float) -> Claim:
     # That they can be removed is said, so that the largest share counts that was found.
-    share = _SHARES[left >= whole - _INSIGNIFICANT].max()
+    share = _SHARES[left >= whole - limit].max()
     return _removable(
         share >= _LARGE,
-        f"{share:.0%} of the heads cost less than {_INSIGNIFICANT:.0%}",
+        f"{share:.0%} of the heads cost at most {limit:.1%}",
         f"Accuracy {whole:.3f} with all heads; without the {share:.0%} that matter least alone it "
-        f"falls by less than {_INSIGNIFICANT:.0%}; without all {left[-1]:.3f}.",
+        f"falls by at most {limit:.1%}; without all {left[-1]:.3f}.",
         "heads",
     )
 
 
-def _single_claim(whole: float, kept: np.ndarray) -> Claim:
-    enough = kept >= whole - _INSIGNIFICANT
+def _single_claim(whole: float, kept: np.ndarray, limit: float) -> Claim:
+    enough = kept >= whole - limit
     return _single(
         enough.any(),
         f"{enough.sum()} of {len(kept)} blocks",
-        f"With the best single head of one block accuracy falls by less than {_INSIGNIFICANT:.0%} "
+        f"With the best single head of one block accuracy falls by at most {limit:.1%} "
         f"in {enough.sum()} of {len(kept)} blocks; at most from {whole:.3f} to {kept.min():.3f}.",
         "heads",
     )
