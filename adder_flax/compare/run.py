@@ -104,9 +104,11 @@ class Comparison:
         test = self.plan.settings.base.data.eval_split
         for arm in self.plan.arms.values():
             known = [cell for of in self.cells_of(arm) for cell in of]
+            records = list(map(self.records.get, known))
+            if all(record is not None and not record.data for record in records):
+                continue  # of an older version, and nothing to run
             now = cells.marks_of(known[0].config, test, load_once)
-            records = filter(None, map(self.records.get, known))
-            changes = (training.other_records(record.data, now) for record in records)
+            changes = (training.other_records(r.data, now) for r in records if r is not None)
             if change := next(filter(None, changes), None):
                 raise RunError(
                     f"expected the data that finished cells of {arm.name!r} saw, got "
