@@ -165,8 +165,8 @@ class KfacOptions(Options):
 class CgFacOptions(Options):
     """What ``cg_fac`` is told.
 
-    ``learning_rate``, ``momentum``, ``damping``, ``tolerance`` and ``kl_clip`` may be arrays, traced
-    ones included. None stands for what suits the step: ``CgFacOptions.PRESETS[step]``.
+    ``learning_rate``, ``momentum``, ``damping``, ``tolerance`` and ``kl_clip`` may be arrays,
+    traced ones included. None stands for what suits the step: ``CgFacOptions.PRESETS[step]``.
 
     Attributes:
       learning_rate: as of ``KfacOptions``.
