@@ -169,12 +169,7 @@ class CgFacOptions(Options):
     traced ones included. None stands for what suits the step: ``CgFacOptions.PRESETS[step]``.
 
     Attributes:
-      learning_rate: as of ``KfacOptions``.
-      step: as of ``KfacOptions``.
-      momentum: as of ``KfacOptions``.
-      damping: as of ``KfacOptions``.
-      kl_clip: as of ``KfacOptions``.
-      fisher: as of ``KfacOptions``.
+      learning_rate, step, momentum, damping, kl_clip, fisher: as of ``KfacOptions``.
       iterations: of CG at most, one product with F each.
       tolerance: relative residual at which a layer stops; the number 0 for a fixed number of
         iterations, which costs no test.
