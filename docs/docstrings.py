@@ -11,16 +11,25 @@ _EXAMPLE = re.compile(r"^(?P<indent> *)>>> .*(?:\n(?P=indent)(?! *$).+)*", re.MU
 _FORMULA = re.compile(r"^(?P<indent> *)\.\. math::(?P<tex>.*(?:\n(?! *$).+)*)", re.MULTILINE)
 _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):`~?([^`]+)`")
 _SHAPE = re.compile(r"(?<=\()\*(?=[a-z])")
+_ATTRIBUTES = re.compile(r"^Attributes:\n(?:(?: +.*)?\n)*", re.MULTILINE)
+_SHARED = re.compile(r"^(?P<names> +\w+(?:, \w+)+): (?P<text>.*\n(?: {3,}.*\n)*)", re.MULTILINE)
 
 
 def to_markdown(docstring: str) -> str:
     """The same docstring with fenced doctests, TeX between dollars, and stars of shapes that are no
     emphasis."""
     parts, end = [], 0
+    split = lambda section: _SHARED.sub(_one_by_one, section[0])
+    docstring = _ATTRIBUTES.sub(split, f"{docstring}\n")
     for example in _EXAMPLE.finditer(docstring):
         parts += [_prose(docstring[end : example.start()]), _fence(example)]
         end = example.end()
     return "".join([*parts, _prose(docstring[end:])])
+
+
+def _one_by_one(shared: re.Match[str]) -> str:
+    """Griffe takes what stands behind the first of several names for its type."""
+    return "".join(f"  {name.strip()}: {shared['text']}" for name in shared["names"].split(","))
 
 
 def _fence(example: re.Match[str]) -> str:

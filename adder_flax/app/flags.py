@@ -36,10 +36,10 @@ _MODES = ["train", "eval", "analyze", "predict", "compile", "quantize", "export"
 _CONFIG = config_flags.DEFINE_config_file(
     "config",
     None,
-    "Experiment, e.g. adder_deit_tiny or experiments/adder_deit_tiny.py, and [:data]",
+    "Experiment by its name, adder_deit_tiny, or its file, experiments/adder_deit_tiny.py; [:data]",
 )
 flags.DEFINE_string(
-    "workdir", None, "Where the run is kept; by default runs/<experiment>[,<overrides>]"
+    "workdir", None, "Where the run is kept; by default runs/<experiment>[-<data>][,<overrides>]"
 )
 flags.DEFINE_enum(
     "mode",
@@ -54,8 +54,7 @@ flags.DEFINE_enum(
 flags.DEFINE_boolean(
     "cluster",
     False,
-    "Let JAX look for the other processes itself, as TPU virtual machines need; see "
-    "docs/operations.md",
+    "Let JAX look for the other processes itself, as TPU virtual machines need; srun needs no flag",
 )
 _NAMES = [
     *("adder_flax", "timm", "hugging_face", "transformers_5"),
@@ -72,8 +71,8 @@ _OF_MODES = {
     "weights": (
         None,
         ("quantize", "eval", "predict", "export"),
-        f"{', '.join(_WEIGHTS)}: those of a checkpoint in so many bits, which --mode=quantize "
-        "writes (int8 by default) and the others read",
+        "those of a checkpoint in so many bits, which --mode=quantize writes (int8 by default) and "
+        "the others read",
     ),
     "baseline": (None, ("analyze",), "directory of another run on the same data, to compare with"),
     "split": ("eval", ("eval",), "what to score; eval is the one that training evaluates on"),
@@ -90,11 +89,10 @@ _OF_MODES = {
     "names": (
         "adder_flax",
         ("export",),
-        f"{', '.join(_NAMES)}: whose names and layouts the weights get; stablehlo: the whole "
-        "model, a program for JAX alone; onnx: for ONNX Runtime; hugging_face_folder: as "
-        "AutoModelForImageClassification loads it, with a model card; c: a file of C99 and one of "
-        "weights, of what --weights says; web: a page for a browser, with what --mode=quantize "
-        "wrote of the checkpoint beside it",
+        "whose names and layouts the weights get; stablehlo: the whole model, a program for JAX "
+        "alone; onnx: for ONNX Runtime; hugging_face_folder: as AutoModelForImageClassification "
+        "loads it, with a model card; c: a file of C99 and one of weights, of what --weights says; "
+        "web: a page for a browser, with what --mode=quantize wrote of the checkpoint beside it",
     ),
     "workers": (
         1,

@@ -67,7 +67,8 @@ def adder_attention(
     The identity map raises every singular value of a symmetric positive semidefinite map by one and
     so lifts the low rank of L1 maps (Shu et al., "Adder Attention for Vision Transformer", NeurIPS
     2021, Proposition 1). It is defined for self-attention only; give `identity=False` for
-    cross-attention. Rows of the map sum to 2 with it.
+    cross-attention, which cannot be told from it where both lengths are equal. Rows of the map sum
+    to 2 with it.
 
     `gradient` is the rule of the distance: "sign" (exact), "full" (differences) or "hardtanh".
     Other arguments and the result are those of `attend`; `scale="variance_matched"` gives

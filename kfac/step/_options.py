@@ -106,24 +106,25 @@ def _is_number(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KfacOptions(Options):
-    """What ``kfac`` is told. Fields marked with * may be arrays, traced ones included.
+    """What ``kfac`` is told.
 
-    None stands for what suits the step: ``KfacOptions.PRESETS[step]``.
+    ``learning_rate``, ``momentum``, ``damping``, ``factor_decay`` and ``kl_clip`` may be arrays,
+    traced ones included. None stands for what suits the step: ``KfacOptions.PRESETS[step]``.
 
     Attributes:
-      learning_rate: * what the step measures, or a schedule of it. It is inside, since momentum is
+      learning_rate: what the step measures, or a schedule of it. It is inside, since momentum is
         of steps as they were taken.
       step: ``"rms"``: each layer moves by a root mean square of ``learning_rate``, as with Muon,
         and momentum is Nesterov's, of gradients. ``"share"``: by the share ``learning_rate`` of its
         own size, and new directions count 1 - momentum. ``"clip"``: by ``learning_rate`` times the
         solution, where that moves the predictions of the network by no more than ``kl_clip``.
-      momentum: * as the step says.
-      damping: * λ; γ is λ times the mean eigenvalue of the layer.
+      momentum: as the step says.
+      damping: λ; γ is λ times the mean eigenvalue of the layer.
       iterations: of CG behind the inverses of the factors, which then are its preconditioner; 0:
         the inverses alone, as K-FAC has it, for ``"rms"`` and ``"share"``.
       inverse_interval: steps from one inverse to the next. CG makes up for their age.
-      factor_decay: * of the running averages of the factors.
-      kl_clip: * κ; shortens steps with Δᵀ F Δ > κ, twice the change of the predictions in nats,
+      factor_decay: of the running averages of the factors.
+      kl_clip: κ; shortens steps with Δᵀ F Δ > κ, twice the change of the predictions in nats,
         before the learning rate scales them. F is that of all layers together, measured where
         curvature is fresh for half a product of exact blocks. None for no bound.
       product_dtype: ``"bfloat16"``: of the operands of products that form factors, of the inverses,
@@ -162,14 +163,15 @@ class KfacOptions(Options):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CgFacOptions(Options):
-    """What ``cg_fac`` is told. Fields marked with * may be arrays, traced ones included.
+    """What ``cg_fac`` is told.
 
-    None stands for what suits the step: ``CgFacOptions.PRESETS[step]``.
+    ``learning_rate``, ``momentum``, ``damping``, ``tolerance`` and ``kl_clip`` may be arrays,
+    traced ones included. None stands for what suits the step: ``CgFacOptions.PRESETS[step]``.
 
     Attributes:
       learning_rate, step, momentum, damping, kl_clip, fisher: as of ``KfacOptions``.
       iterations: of CG at most, one product with F each.
-      tolerance: * relative residual at which a layer stops; the number 0 for a fixed number of
+      tolerance: relative residual at which a layer stops; the number 0 for a fixed number of
         iterations, which costs no test.
       solver: ``"cg"``, or ``"dual"``: by Woodbury's identity in the space of the examples, exact,
         for few of these.

@@ -8,12 +8,20 @@ import pytest
 
 import kfac
 from adder_flax.attention import SCORES
+from adder_flax.compare import Plan
 from adder_flax.counting._walk import KERNELS
 from adder_flax.data import SETS
 from adder_flax.models import MODELS
 from adder_flax.ops import _backend
 from adder_flax.report import CLAIMS
-from adder_flax.settings import MODEL_SETTINGS, SCORE_OPTIONS, TASK_SETTINGS
+from adder_flax.settings import (
+    MODEL_SETTINGS,
+    SCORE_OPTIONS,
+    TASK_SETTINGS,
+    CompareSettings,
+    declarations,
+    shown,
+)
 from adder_flax.tasks import TASKS
 from adder_flax.training import OPTIMIZERS
 from kfac.curvature import _linen, _nnx, _registry  # noqa: F401  both have registered their layers
@@ -80,6 +88,23 @@ def test_a_sixth_mechanism_takes_fewer_than_25_lines():
     worked = code_blocks(DOCS / "extend" / "score.md")[0]
     assert "register_score" in worked
     assert len(worked.splitlines()) < 25
+
+
+def test_comparisons_on_their_page_are_plans():
+    spaces = [{}, {}]
+    for code, space in zip(code_blocks(DOCS / "compare.md"), spaces, strict=True):
+        exec(code, space)
+    own, fewer = (Plan(space["get_config"]()) for space in spaces)
+    assert list(own.arms) == ["dot", "adder"]
+    assert set(fewer.arms) == {"dot", "additive", "adder", "adder without identity"}
+
+
+def test_the_fields_of_a_comparison_have_the_defaults_that_its_page_says():
+    page = (DOCS / "compare.md").read_text()
+    said = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", page, re.MULTILINE))
+    assert {"seeds", "trials", "match", "confirmatory"} <= said.keys()
+    known = {path: shown(declared.default) for path, declared in declarations(CompareSettings)}
+    assert said == {path: known[path].strip("'") for path in said}
 
 
 def test_the_reference_of_kfac_names_everything_public():

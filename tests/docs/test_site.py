@@ -10,6 +10,7 @@ for _library in ("zensical", "nbclient", "ziamath"):
     pytest.importorskip(_library, reason="pip install -r docs/requirements.txt")
 
 from docs import build  # noqa: E402 - it needs them
+from docs.docstrings import to_markdown  # noqa: E402
 from tests.processes import ROOT  # noqa: E402
 
 
@@ -49,6 +50,12 @@ def test_what_leads_nowhere_fails_the_build(text, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode != 0
     assert "nowhere" in re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
+
+
+def test_attributes_that_share_a_line_have_it_each():
+    text = "What.\n\nAttributes:\n  low, high: ends\n    of it.\n  mean: their mean"
+    each = "  low: ends\n    of it.\n  high: ends\n    of it.\n  mean: their mean\n"
+    assert to_markdown(text) == f"What.\n\nAttributes:\n{each}"
 
 
 def test_a_picture_that_is_not_there_is_found(tmp_path):
