@@ -65,7 +65,8 @@ def calibration(
     The reliability diagram and expected calibration error of Guo et al. (2017,
     https://arxiv.org/abs/1706.04599, section 2).
 
-    >>> calibration(np.array([[0.9, 0.1], [0.8, 0.2]]), np.array([0, 1]), bins=2).error
+    >>> found = calibration(np.array([[0.9, 0.1], [0.8, 0.2]]), np.array([0, 1]), bins=2)
+    >>> round(found.error, 6)
     0.35
     """
     probabilities = np.asarray(probabilities, float)
