@@ -29,7 +29,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 # So has a run whose own XLA_FLAGS are set, be it to nothing.
 if "XLA_FLAGS" not in os.environ:
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-    if jaxlib.__version_info__ < (0, 11):  # XLA ends the process at a flag that it has no more
+    if jaxlib.__version__.startswith("0.10."):  # XLA ends the process at a flag that it has no more
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
     xla_client.CompileOptions()
     del os.environ["XLA_FLAGS"]
