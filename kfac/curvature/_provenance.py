@@ -154,7 +154,7 @@ class _Reader:
     def _called(self, eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
         names = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
         jaxpr = next(eqn.params[name] for name in names if name in eqn.params)
-        return self.run(getattr(jaxpr, "jaxpr", jaxpr), inputs, scans, calls)
+        return self.run(_open(jaxpr), inputs, scans, calls)
 
     def _with_own_rule(
         self, eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls
@@ -164,17 +164,17 @@ class _Reader:
         return [_mixed([*inputs, *inner], eqn.primitive.name)] * len(eqn.outvars)
 
     def _branched(self, eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
-        outputs = [self.run(b.jaxpr, inputs[1:], scans, calls) for b in eqn.params["branches"]]
+        outputs = [self.run(_open(b), inputs[1:], scans, calls) for b in eqn.params["branches"]]
         return [functools.reduce(_agreed, nodes) for nodes in zip(*outputs, strict=True)]
 
     def _scanned(self, eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
-        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        num_consts, num_carry = _scan_parts(eqn.params)
         consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
         xs = [_sliced(n, len(scans)) for n in inputs[num_consts + num_carry :]]
         inside = (*scans, eqn.params["length"])
         while True:  # what the carry holds after any number of rounds
             met: Calls = {}
-            outputs = self.run(eqn.params["jaxpr"].jaxpr, [*consts, *carry, *xs], inside, met)
+            outputs = self.run(_open(eqn.params["jaxpr"]), [*consts, *carry, *xs], inside, met)
             after = [_agreed(old, new) for old, new in zip(carry, outputs, strict=False)]
             if after == carry:
                 break
@@ -184,7 +184,7 @@ class _Reader:
         return [*carry, *[_mixed([n], "scan") for n in outputs[num_carry:]]]
 
     def _looped(self, eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
-        body, skipped = eqn.params["body_jaxpr"].jaxpr, eqn.params["cond_nconsts"]
+        body, skipped = _open(eqn.params["body_jaxpr"]), eqn.params["cond_nconsts"]
         into = [_mixed([n], "while_loop") for n in inputs[skipped:]]
         outputs = self.run(body, into, (*scans, None), calls)
         return [_mixed([*inputs, *outputs], "while_loop")] * len(eqn.outvars)
@@ -206,6 +206,19 @@ _RULES |= dict.fromkeys(_PASSES.split(), _Reader._passed)
 _CALLS = "checkpoint closed_call core_call custom_vmap_call jit pjit remat remat2 shard_map"
 _RULES |= dict.fromkeys(_CALLS.split(), _Reader._called)
 _RULES |= dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), _Reader._with_own_rule)
+
+
+def _open(jaxpr: Any) -> Any:
+    """A program without its constants; JAX 0.11 and later keep no other."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _scan_parts(params: Any) -> tuple[int, int]:
+    """How many inputs of a scan are the same at each turn, and how many it carries."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # from JAX 0.11 on
+    return len(consts), len(carry)
 
 
 def _sliced(node: _Node, depth: int) -> _Node:
