@@ -59,8 +59,9 @@ def forest(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
     figure, axes = report.new_figure(WIDTH, 0.8 + 0.27 * len(lines))
     data = draw_forest(axes[0, 0], lines, f"difference in test {_words(best)}", largest=largest)
     of = baselines[0] if len(baselines) == 1 else "the baseline of each"
+    arms = f"{len(means)} arm{'s' * (len(means) > 1)}"
     alt = (
-        f"Differences of {len(means)} arms from {of} in test {best}, with intervals: from {ends}. "
+        f"Differences of {arms} from {of} in test {best}, with intervals: from {ends}. "
         "The table of scores has the numbers."
     )
     caption = (
