@@ -551,11 +551,13 @@ class Normed(nnx.Module):
 
 
 def test_arrays_that_are_no_variables_are_carried(net_config):
-    """`nnx.eval_shape` of Flax 0.12.8 drops the scales of `nnx.WeightNorm`."""
+    """`nnx.eval_shape` of Flax 0.12.8 drops the scales of `nnx.WeightNorm`; 0.12.12 trains them."""
     register_model("normed", NetSettings)(lambda settings, example, *, rngs: Normed(rngs))
     net_config.model.name = "normed"
     run = training.build_run(net_config)
     state = run.init()
+    if "scales" in state["params"]["first"]:
+        pytest.skip("this Flax has made parameters of them")
     same_bits(state["model_state"], {"first": {"scales": {("kernel",): np.ones(4)}}})
     state["model_state"]["first"]["scales"]["kernel",] = jnp.arange(1.0, 5.0)
     images = np.random.default_rng(0).normal(size=(3, 8, 8, 1))
