@@ -283,10 +283,7 @@ def _unknown_field(part: str, argv: Sequence[str]) -> str:
     if given in of_runs:  # which the configuration of a run has
         near = [f"base.{given}"]
     else:
-        fields = of_grids if "--mode=compare" in argv else of_runs
-        near = difflib.get_close_matches(given, fields, n=1)
-    if not near:  # a part of a path alone
         parts = {part for path in of_grids for part in path.split(".")}
-        near = difflib.get_close_matches(part, sorted(parts), n=1)
+        near = difflib.get_close_matches(given, [*of_runs, *of_grids, *sorted(parts)], n=1)
     fix = f"did you mean {near[0]!r}" if near else "see docs/settings.md for all of them"
     return f"expected --config.<field> to name a field of the configuration, got {given!r}; {fix}"

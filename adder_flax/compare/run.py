@@ -101,18 +101,20 @@ class Comparison:
         Raises:
           RunError: what the user must mend.
         """
-        test = self.plan.settings.base.data.eval_split
+        test, found = self.plan.settings.base.data.eval_split, {}
         for arm in self.plan.arms.values():
             known = [cell for of in self.cells_of(arm) for cell in of]
             records = list(map(self.records.get, known))
             if all(record is not None and not record.data for record in records):
                 continue  # of an older version, and nothing to run
-            now = cells.marks_of(known[0].config, test, load_once)
+            own = known[0].config
+            key = str(own.data)
+            now = found[key] = found.get(key) or cells.marks_of(own, test, load_once)
             changes = (training.other_records(r.data, now) for r in records if r is not None)
             if change := next(filter(None, changes), None):
                 raise RunError(
                     f"expected the data that finished cells of {arm.name!r} saw, got "
-                    f"{', '.join(change)} in {known[0].config.data.data_dir or 'it'}; put it back "
+                    f"{', '.join(change)} in {own.data.data_dir or 'it'}; put it back "
                     "as it was, or set --workdir to a place of its own for other data"
                 )
 

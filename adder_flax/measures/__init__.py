@@ -6,7 +6,6 @@ from adder_flax.measures.answers import (
     Calibration,
     calibration,
     confusion_matrix,
-    wilson_interval,
 )
 from adder_flax.measures.brownian import (
     BrownianTest,
@@ -122,7 +121,6 @@ __all__ = [
     "total_variation",
     "train_xor",
     "unattended_gradient",
-    "wilson_interval",
     "xor_bound",
     "xor_pairs",
 ]

@@ -7,8 +7,6 @@ from jaxtyping import Float, Int
 
 from adder_flax.arrays import AnyArray
 
-_Z = 1.959964  # of a normal distribution, 95 % within
-
 
 def confusion_matrix(
     labels: Int[AnyArray, " image"], predicted: Int[AnyArray, " image"], classes: int
@@ -21,23 +19,6 @@ def confusion_matrix(
     """
     places = np.asarray(labels) * classes + np.asarray(predicted)
     return np.bincount(places, minlength=classes**2).reshape(classes, classes)
-
-
-def wilson_interval(
-    hits: Int[AnyArray, "*n"], count: Int[AnyArray, "*n"]
-) -> tuple[Float[np.ndarray, "*n"], Float[np.ndarray, "*n"]]:
-    """Returns Wilson's 95 % interval of a share; of no trials it is 0 to 1.
-
-    The score interval of Wilson (1927), as Brown, Cai and DasGupta (2001, section 3.1.1) have it.
-
-    >>> low, high = wilson_interval(np.array([9]), np.array([10]))
-    >>> round(float(low[0]), 3), round(float(high[0]), 3)
-    (0.596, 0.982)
-    """
-    hits, count = np.asarray(hits, float), np.asarray(count, float)
-    centre = hits + _Z**2 / 2
-    half = _Z * np.sqrt(hits * (count - hits) / np.maximum(count, 1) + _Z**2 / 4)
-    return (centre - half) / (count + _Z**2), (centre + half) / (count + _Z**2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,7 +108,6 @@ class Trainer:
         self._run = run
         self._workdir = Path(workdir)
         self._times = [start_time or time.monotonic(), time.monotonic()]
-        self._records = marks_of(run)
         self._evaluate = Evaluator(run)
         self._batches = run.batches(sharding.local_rows(run.mesh, run.config.batch_size))
         self._profiler = Profiler(run.config.profile_steps, self._workdir / "profile")
@@ -161,7 +160,7 @@ class Trainer:
         return Result(state, done, evaluation, stopped if done < run.num_steps else None)
 
     def _check_data(self, start: int) -> str | None:
-        changed = changed_data(self._workdir, self._records)
+        changed = changed_data(self._workdir, lambda: marks_of(self._run))
         if start > self._run.num_steps:
             raise RunError(
                 f"expected a run of at least the {start} steps that were done, got one of "
@@ -188,7 +187,7 @@ class Trainer:
                 if step == start:
                     jax.block_until_ready(metrics)
                     write_config(self._workdir, run.config)
-                    write_data(self._workdir, self._records)
+                    write_data(self._workdir, marks_of(run))
                     write_jax_settings(self._workdir)
                     outputs.progress.line(_spent([*self._times, time.monotonic()]))
                     outputs.metrics.restart_clock(step + 1)

@@ -1,7 +1,7 @@
 """The directory of a run: its configuration on disk, and the refusal to mix two runs in it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,17 +109,22 @@ def write_data(workdir: str | Path, records: Mapping[str, Sequence[float]]) -> N
     _write(workdir, "data.json", dict(records))
 
 
-def changed_data(workdir: str | Path, records: Mapping[str, Sequence[float]]) -> str | None:
+def changed_data(
+    workdir: str | Path, records: Callable[[], Mapping[str, Sequence[float]]]
+) -> str | None:
     """Returns in words what became of the data set since :func:`write_data`, if anything.
+
+    What it is now is asked for where there is something to compare it with.
 
     Example:
       >>> import tempfile
       >>> with tempfile.TemporaryDirectory() as workdir:
       ...     write_data(workdir, {"train": [60], "val": [20, 0.5]})
-      ...     changed_data(workdir, {"train": [50], "val": [20, 0.5]})
+      ...     changed_data(workdir, lambda: {"train": [50], "val": [20, 0.5]})
       'the data set has changed since this run was last started: train 60 records then, 50 now'
     """
-    changes = other_records(_read_facts(workdir, "data.json"), records)
+    before = _read_facts(workdir, "data.json")
+    changes = other_records(before, records()) if before else []
     since = "the data set has changed since this run was last started"
     return f"{since}: {', '.join(changes)}" if changes else None
 
@@ -138,12 +143,12 @@ def other_records(before: Mapping[str, Any], records: Mapping[str, Sequence[floa
             continue  # damaged, and no more than a help
         if then[0] != now[0]:
             found.append(f"{split} {then[0]:g} records then, {now[0]:g} now")
-        elif len(then) == len(now) and not np.allclose(then, now, rtol=0, atol=_SAME):
+        elif len(then) == len(now) and not np.allclose(then, now, 0, _SAME, equal_nan=True):
             found.append(f"{split} other records")
     return found
 
 
-_SAME = 0.5  # of pixels in 0 to 255: decoders of another version round otherwise
+_SAME = 1e-3  # a quarter of a grey level: decoders of another version round otherwise
 
 # By version of JAX and by environment these differ, and with them the numbers of a run.
 _JAX_SETTINGS = (

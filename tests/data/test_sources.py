@@ -287,6 +287,12 @@ def test_errors_of_a_folder(image_folder, load_folder):
         load_source("folder", "train", data_dir=str(image_folder / "train"), image_size=8)
 
 
+def test_other_records_of_small_numbers_are_told_apart_and_nan_is_itself():
+    before = {"train": [3, 0.25, float("nan")]}
+    assert other_records(before, {"train": [3, 0.25, float("nan")]}) == []
+    assert other_records(before, {"train": [3, 0.26, float("nan")]}) == ["train other records"]
+
+
 def test_other_records_have_other_marks(image_folder, load_folder):
     marks, again = load_folder().marks(), load_folder().marks()
     assert marks == again

@@ -1,10 +1,8 @@
-"""A classifier's answers, against scikit-learn and SciPy."""
+"""A classifier's answers, against loops over them."""
 
 import numpy as np
-import pytest
-from scipy.stats import binomtest
 
-from adder_flax.measures import calibration, confusion_matrix, wilson_interval
+from adder_flax.measures import calibration, confusion_matrix
 
 RNG = np.random.default_rng(0)
 
@@ -15,17 +13,6 @@ def test_confusions_are_counted_one_by_one():
     for true, seen in zip(labels, predicted, strict=True):
         table[true, seen] += 1
     np.testing.assert_array_equal(confusion_matrix(labels, predicted, 7), table)
-
-
-@pytest.mark.parametrize(("hits", "count"), [(0, 1), (1, 1), (0, 36), (33, 37), (360, 360), (5, 9)])
-def test_interval_is_scipys(hits, count):
-    expected = binomtest(hits, count).proportion_ci(method="wilson")
-    low, high = wilson_interval(np.array([hits]), np.array([count]))
-    np.testing.assert_allclose([low[0], high[0]], expected, atol=1e-7)
-
-
-def test_of_no_trials_nothing_is_known():
-    assert wilson_interval(np.array([0]), np.array([0])) == (0.0, 1.0)
 
 
 def test_calibration_goes_through_the_answers_bin_by_bin():

@@ -352,6 +352,8 @@ def test_attention_on_the_object_is_told_from_attention_on_the_border():
     assert maps._focus(study, subject, there) == 16
     assert maps._focus(study, subject, elsewhere) == 0
     assert maps._focus(study, subject, np.full_like(there, 1 / size)) == pytest.approx(1)
+    picture[0] = 0  # without an object
+    assert maps._focus(study, subject, there) == 16
 
 
 @pytest.mark.unchecked
@@ -364,7 +366,7 @@ def test_second_order_by_the_letter_on_a_small_model():
         "fisher-hessian": "holds",
         "algorithm-1": "holds",
         "equation-18": "does not hold",
-        "factor-free-cost": "holds only when there are at most 1 iterations",
+        "factor-free-cost": "holds only when iterations are 1 or fewer",
     }
     # Logits that jump have no second derivative.
     steps = lambda params: np.round(study.probe.logits(params), 1)

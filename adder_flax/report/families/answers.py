@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from adder_flax.measures.answers import calibration, confusion_matrix, wilson_interval
+from adder_flax.measures.answers import calibration, confusion_matrix
 from adder_flax.report import _style
 from adder_flax.report._families import Section, register_claims
 from adder_flax.report._study import Answers, Findings, ImageStudy, Picture
@@ -175,7 +175,11 @@ def _mistakes(surest: np.ndarray, answers: Answers) -> Picture:
 def _with_interval(
     axis: Any, x: np.ndarray, y: np.ndarray, right: np.ndarray, count: np.ndarray, of: str = "y"
 ) -> None:
-    share, (low, high) = {"x": x, "y": y}[of], wilson_interval(right, count)
+    from scipy.stats import binomtest  # which takes half a second to import
+
+    tests = [binomtest(int(hits), int(n)) for hits, n in zip(right, count, strict=True)]
+    low, high = np.array([test.proportion_ci(method="wilson") for test in tests]).T
+    share = {"x": x, "y": y}[of]
     reach = {f"{of}err": np.maximum([share - low, high - share], 0)}
     axis.errorbar(x, y, **reach, fmt="o", color=_COLOR, markersize=4, linewidth=1)
 

@@ -142,7 +142,7 @@ def _cost_claim() -> Claim:
         "section 3.3 (what it costs)",
         "A step without Kronecker factors is cheaper than one with them.",
         all(free < formed for free, formed in rows.values())
-        or (cheaper > 0 and only_when(f"there are at most {cheaper} iterations")),
+        or (cheaper > 0 and only_when(f"iterations are {cheaper} or fewer")),
         f"{shown} gradients",
         f"Multiplications of a step in gradients, {_BATCH} images of {_TOKENS} tokens, "
         f"{_ITERATIONS} iterations of Algorithm 1 against forming, inverting and applying factors "

@@ -110,8 +110,9 @@ def _focus(study: Study, subject: Subject, maps: np.ndarray) -> float:
     (rows, columns), (height, width) = study.grid, thing.shape[1:]
     patches = thing.reshape(-1, rows, height // rows, columns, width // columns).mean((2, 4))
     share = patches.reshape(len(patches), 1, -1)
-    attended = patch_attention(maps, **subject.in_front)
-    return float(np.mean((attended * share).sum(-1) / share.mean(-1)))
+    seen = share.any((1, 2))  # a picture of one colour has no object
+    attended = patch_attention(maps, **subject.in_front)[seen]
+    return float(np.mean((attended * share[seen]).sum(-1) / share[seen].mean(-1)))
 
 
 def _map_picture(study: Study) -> Picture:
