@@ -31,7 +31,7 @@ def _build(name, data=None):
     return config, nnx.eval_shape(lambda: vit(read(RunSettings, config).model, source))
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_the_file_gives_the_mechanism_and_size_of_its_name(name):
     config, model = _build(name)
@@ -56,7 +56,7 @@ def test_parameters_of_the_multiplicative_224_pixel_models_are_deits(name, milli
     assert sum(sizes) == millions * 1e6
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("data", "tokens"),
     [(None, 17), ("cifar10", 65), ("fashion_mnist", 50), ("mnist", 50), ("imagenet2012", 197)],
@@ -78,6 +78,7 @@ def test_mirrored_and_mixed_are_photographs_alone():
         assert (task.mixup_alpha > 0) == (probability > 0)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "scale"), [("deit_tiny", 64**-0.5), ("additive_deit_tiny", 1.0)])
 def test_scores_are_scaled_as_their_formulas_say(name, scale):
     _, model = _build(name)

@@ -87,6 +87,7 @@ def test_lines_for_people_and_programs():
     assert json.loads(unread) == {"file": "x", "problem": "no image"}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_predicts_by_its_averaged_weights(run, tmp_path):
     config = run.config.copy_and_resolve_references()
     config.ema_decay = 0.5

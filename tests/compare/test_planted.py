@@ -124,6 +124,7 @@ def test_a_run_that_ends_at_the_target_has_reached_it(tmp_path):
     assert baseline.reached == [8]
 
 
+@pytest.mark.slow
 def test_of_identical_arms_every_interval_holds_zero(tmp_path):
     """The runner gives paired seeds the same numbers, whatever they are."""
     comparison = two_arms(tmp_path, factors={"arm": {"dot": {}, "again": {}}}, seeds=6)

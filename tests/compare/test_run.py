@@ -131,6 +131,7 @@ def test_identical_arms_have_identical_scores_and_one_that_diverges_the_worst(fi
     assert rows["hot"].scores == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_without_a_finite_score_has_diverged(finished, tmp_path, monkeypatch):
     cell, _ = first_of_dot(finished)
     tested = lambda evaluator, params: {"eval/loss": math.inf, "eval/accuracy": math.nan}
@@ -144,6 +145,7 @@ def test_a_run_that_ends_without_a_finite_score_has_diverged(finished, tmp_path,
     Records(tmp_path).put(cell, record)
 
 
+@pytest.mark.slow
 def test_cells_of_one_seed_are_paired(finished):
     comparison, _ = finished
     seeds = [
@@ -293,6 +295,7 @@ def test_packed_records_are_those_that_were_put(finished, tmp_path):
     assert Records(tmp_path).all() == {cell.id: before[cell.id] for cell in cells[:4]}
 
 
+@pytest.mark.slow
 def test_processes_that_put_and_pack_at_once_lose_nothing(finished, tmp_path):
     cell, record = first_of_dot(finished)
 

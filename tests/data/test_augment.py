@@ -192,6 +192,7 @@ def blend_reference(images, base, factor):
     return np.clip(factor * images + (1 - factor) * base, 0, 1)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("kind", ["brightness", "contrast", "saturation"])
 def test_color_jitter_equals_its_formula(kind, channels):

@@ -261,7 +261,7 @@ def test_what_is_a_querys_own_key_has_to_be_known():
 # --- Dtypes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("wide", ["bias", "key_bias", "temperature", "scale", "v"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_double_precision_beside_narrower_tokens_in_blocks(dtype, wide):

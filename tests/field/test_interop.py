@@ -39,7 +39,7 @@ SCORES = [
 ]
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("options", SCORES, ids=str)
 @pytest.mark.parametrize("names", ["timm", "hugging_face", "transformers_5"])
 def test_scale_and_temperature_become_part_of_the_queries(names, options, tmp_path):
@@ -250,6 +250,7 @@ def test_deviations_that_are_none_are_refused(tmp_path):
             interop.read_statistics(tmp_path / "w")
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_mean_of_its_weights_to_the_end_and_in_what_it_exports(tmp_path, capsys):
     config = common.deit("multiplicative", "tiny")
     config.update_from_flattened_dict(TINY | {"num_epochs": 0.05})
@@ -457,6 +458,7 @@ def test_rates_fall_towards_the_images_as_in_timm():
         np.testing.assert_allclose(decayed[name], scale * plain[name], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_do_not_move_and_do_not_count_in_the_norm():
     frozen = updates_of(name="sgd", freeze="patch_embed, pos_embed,cls_token,blocks,norm")
     moved = {name for name, update in frozen.items() if np.abs(update).max() > 0}

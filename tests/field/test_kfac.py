@@ -75,6 +75,7 @@ def divided_by_examples(params, x, labels, weights):
     return loss, (logits, (weights, len(weights)))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("weights", [WEIGHTS, WEIGHTS > 0], ids=["numbers", "mask"])
 @pytest.mark.parametrize("loss_fn", [averaged, divided_by_examples])
 def test_weighted_examples_have_the_hessian_of_their_loss(loss_fn, weights):
@@ -115,6 +116,7 @@ def scanned_in_vmap(params, x):
     return jax.vmap(lambda x: jax.lax.scan(layer, x, params["stack"])[0])(x)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("params", "network"), [(PARAMS, tokens), (STACK, scanned_in_vmap)])
 def test_the_empirical_matrix_counts_each_example_by_its_weight(params, network):
     """Σ_n s_n u_n u_nᵀ, u_n the gradient of example n's own mean, s_n its share in the loss."""
@@ -141,6 +143,7 @@ def test_the_empirical_matrix_counts_each_example_by_its_weight(params, network)
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-14)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("fisher", ["empirical", "enumerate"])
 def test_parts_of_a_masked_batch_are_joined_by_what_their_means_are_over(fisher):
     """meta-pytorch/torchtune#1875: parts with 1 and 4 real examples do not count alike."""
@@ -167,6 +170,7 @@ def test_parts_of_a_masked_batch_are_joined_by_what_their_means_are_over(fisher)
     np.testing.assert_allclose(joined, whole, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("form", ["factors", "kron"])
 def test_examples_without_weight_are_no_examples(form):
     """f-dangel/curvlinops#107: rows that only fill a batch up, in the factors too."""
@@ -220,6 +224,7 @@ def with_class_weights(params, batch):
     return with_old_key(params, None, batch["x"], batch["y"])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("loss_fn", "args"),
     [
@@ -293,6 +298,7 @@ def step_of(axis_name, fisher="enumerate", loss_fn=small, make=kfac.kfac, **opti
     return step
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -316,6 +322,7 @@ def test_parts_of_a_batch_take_the_step_of_the_whole(options):
         )
 
 
+@pytest.mark.slow
 def test_parts_of_a_batch_are_drawn_for_independently():
     function = kfac.value_grad_and_curvature(small, has_aux=True, axis_name="data")
     labels_of = lambda x: function(SMALL, x, LABELS, key=jax.random.key(0))[2].captured["b"][1]
@@ -330,6 +337,7 @@ def on_one_device(step, **options):
     return jax.jit(jax.shard_map(step, mesh=mesh, **specs, **options))
 
 
+@pytest.mark.slow
 def test_shard_map_keeps_account_of_what_devices_share():
     """jax.shard_map as it is by default: out_specs=P() is refused unless all devices agree."""
     found = on_one_device(step_of("data", "mc", step="rms"))(

@@ -49,7 +49,7 @@ def teacher_outputs(params, x, labels):
     return loss + ((logits - jax.lax.stop_gradient(apply(params, 3 * x))) ** 2).mean(), logits
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "loss_fn",
     [frozen_backbone, teacher_parameters, teacher_outputs, jax.checkpoint(teacher_outputs)],
@@ -60,6 +60,7 @@ def test_a_twin_of_the_same_name_is_no_second_use(loss_fn):
     assert len(layers.skipped) == 1
 
 
+@pytest.mark.slow
 def test_a_teacher_adds_nothing_to_the_factor_of_inputs():
     function = kfac.value_grad_and_curvature(teacher_outputs, fisher="empirical", has_aux=True)
     _, _, curvature = function(PARAMS, X, LABELS)
@@ -91,6 +92,7 @@ def mapped_variables():
 
 
 # google/flax#3351, google/flax#3400
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("make", [weight_norm, spectral_norm, mapped_variables])
 def test_a_derived_kernel_is_not_the_parameter(make):
     model = make()
@@ -146,6 +148,7 @@ def updated_nnx(params, x, labels):
     return cross_entropy(model(x), labels)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("loss_fn", "params", "blocks"),
     [
@@ -253,7 +256,7 @@ def overridden(base):
     return Doubled
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("linen_layer", "nnx_layer"),
     [
@@ -307,7 +310,7 @@ class Gained:
         return super().__call__(x) * self.gain[...]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "sizes"), [(nnx.Linear, (3, 3)), (nnx.Conv, (3, 3, (2,))), (nnx.LayerNorm, (3,))]
 )
@@ -326,7 +329,7 @@ def test_parameters_of_a_subclass_are_not_its_parents(base, sizes):
 
 
 # google-deepmind/kfac-jax#188
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "cell"),
     [
@@ -355,6 +358,7 @@ class Adapted(nnx.Module):
         return self.head(jnp.tanh(self.fc(x)))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("wrt", [nnx.LoRAParam, nnx.Param])
 def test_low_rank_adapters(wrt):
     graphdef, state, rest = nnx.split(Adapted(), wrt, ...)

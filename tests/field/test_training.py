@@ -500,6 +500,7 @@ def test_scores_on_records_that_are_trained_on_are_said(train, evaluated, told, 
     assert told is None or said[0].startswith(told)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stride", [1, 2])
 def test_curvature_is_taken_of_a_model_that_carries_statistics(images, stride):
     """Statistics have no axis of examples, and move by the gradient's pass alone."""

@@ -134,6 +134,7 @@ def run_node(page):
     return subprocess.run([NODE, "-e", RUN, page], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_node_computes_what_float64_does(page, networks):
     done = run_node(page)
     assert done.returncode == 0, done.stderr

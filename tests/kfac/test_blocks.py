@@ -132,6 +132,7 @@ DENSE_LOSS = functools.partial(dense_loss, kfac.Dense())
 EXACT, FACTORS, KRON = "exact", "factors", "kron"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("num_examples", "num_tokens"), [(1, 1), (6, 1), (5, 3)])
 def test_kron_is_the_kronecker_product_of_second_moments(num_examples, num_tokens):
     params, x = make(DENSE_PARAMS), normal(3, num_examples, num_tokens, 3)
@@ -176,6 +177,7 @@ def test_kron_of_an_adder_layer_pairs_all_inputs_with_all_cotangents():
         )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("roles", [("bias", "scale"), ("scale",), ("bias",)])
 def test_kron_of_a_norm_pairs_all_inputs_with_all_cotangents(roles):
     params, x = make({"a": dict.fromkeys(roles, (3,)), "b": {"kernel": (3, 4)}}), normal(3, 5, 2, 3)
@@ -202,7 +204,7 @@ def test_kron_of_a_norm_pairs_all_inputs_with_all_cotangents(roles):
     np.testing.assert_allclose(found[-1][0], by_example.T @ by_example / 5, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "params"),
     [
@@ -322,6 +324,7 @@ def test_blocks_of_equal_form_are_solved_together():
         np.testing.assert_allclose(matrix, expected, rtol=1e-10, atol=1e-15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [kfac.Dense(), L1_FULL], ids=["dense", "adder"])
 def test_traces_and_their_estimates(layer):
     params, x, labels = make(DENSE_PARAMS), normal(3, 5, 2, 3), jnp.arange(5) % 3
@@ -381,7 +384,7 @@ def test_an_adder_layer_that_is_called_wants_its_distances():
         kfac.tap(layer, params, jnp.ones((4, 3)), path="")
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("iterations", [0, 2])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("layer", [kfac.Dense(), L1_FULL])

@@ -113,6 +113,7 @@ def rematerialised_globally(params, x):
     return layer(params, x, "l")
 
 
+@pytest.mark.slow
 def test_functions_that_jax_has_cached_are_traced_anew():
     params = {"l": {name: normal(1, *shape) for name, shape in SHAPES.items()}}
     loss_fn = lambda p, x, y: pool(rematerialised_globally(p["l"], x), y)
@@ -199,6 +200,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("likelihood", list(LOSSES))
 def test_enumeration_is_the_gauss_newton_matrix(likelihood):
     _, block = fisher_block("enumerate", likelihood=likelihood)
@@ -226,6 +228,7 @@ def test_draws_average_to_the_gauss_newton_matrix(fisher, likelihood):
     assert errors[1] < errors[0] / 3  # 1/√100 of it, on average
 
 
+@pytest.mark.slow
 def test_extra_pullback_leaves_the_gradient_alone():
     plain, _ = fisher_block("empirical")
     sampled, block = fisher_block("mc", jax.random.key(0))
@@ -258,6 +261,7 @@ def test_refresh_switches_the_extra_pullback_off():
     assert always[2].fresh is None
 
 
+@pytest.mark.slow
 def test_curvature_alone_leaves_a_compiled_function_as_arrays():
     function = kfac.curvature(categorical, has_aux=True)
     run = jax.jit(

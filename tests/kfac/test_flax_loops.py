@@ -64,7 +64,7 @@ def normalized_linen(training):
     return apply, variables["params"]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("make", [normalized_nnx, normalized_linen])
@@ -142,6 +142,7 @@ def reference_run():
     return params
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("found_of", ["module", "state", "pure state", "dict"])
 def test_nnx_optimizer(found_of):
     model = Small()
@@ -169,6 +170,7 @@ def test_nnx_optimizer(found_of):
     assert float(kfac.telemetry(nnx.as_pure(optimizer.opt_state))["kfac/damping"]) > 0
 
 
+@pytest.mark.slow
 def test_options_see_the_aux_of_a_function_of_modules():
     model = Small()
     graphdef, state = nnx.split(model)
@@ -213,6 +215,7 @@ def digits_loss(model, batch, rngs):
     return losses_of(logits, batch["label"]).mean(), logits
 
 
+@pytest.mark.slow
 def test_digits_with_dropout_and_batch_norm():
     digits = load_digits()
     images, labels = digits.images[..., None].astype(np.float32) / 16, digits.target
@@ -297,6 +300,7 @@ def test_the_state_is_stored_by_flax_serialization():
     assert jax.tree.structure(restored) == jax.tree.structure(state)
 
 
+@pytest.mark.slow
 def test_multi_steps_takes_the_mean_gradient_of_its_parts():
     model = nn.Dense(3)
     params = model.init(jax.random.key(0), X)["params"]

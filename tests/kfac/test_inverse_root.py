@@ -43,6 +43,7 @@ def spd(lanes, rows, condition=1e3):
     return (q * np.logspace(0, -np.log10(condition), rows)) @ q.mT
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("rows", [1, 2, 33, 95, 96])
 def test_the_kernel_gives_the_inverse_of_the_lower_root(on_host, rows):
     matrices = spd(2, rows)
@@ -52,6 +53,7 @@ def test_the_kernel_gives_the_inverse_of_the_lower_root(on_host, rows):
     np.testing.assert_allclose(roots, exact, atol=1e-4 * abs(exact).max())
 
 
+@pytest.mark.slow
 def test_inverses_by_the_kernel_are_as_near_as_by_the_library(on_host, monkeypatch):
     matrices = spd(2, 200, condition=1e4)
     exact = np.linalg.inv(matrices)
@@ -73,6 +75,7 @@ def test_a_matrix_that_is_not_positive_has_no_root_and_leaves_the_others_theirs(
     assert np.isfinite(roots[jnp.array([0, 2])]).all()
 
 
+@pytest.mark.slow
 def test_it_has_the_derivative_of_the_library(on_host):
     matrix, tangent = jnp.asarray(spd(2, 40), jnp.float32)
     tangent = tangent + tangent.T

@@ -249,6 +249,7 @@ def test_layers_of_equal_form_share_a_program():
     assert first.program == second.program
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("make_norm", "kind"),
     [

@@ -170,6 +170,7 @@ def test_linear_regression_is_solved_in_one_step(make, options):
     np.testing.assert_allclose(updates["bias"], optimum[3], rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("scale", ["relative", "absolute"])
 def test_damping_is_relative_to_what_it_says(scale):
     # Per-example gradients by hand, their second moments dense.
@@ -234,6 +235,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
     assert float(kfac.find_state(state).stats.rejected) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "refused"), [(1.0, False), (1e7, True)])
 def test_a_step_that_a_narrow_dtype_cannot_hold_is_refused(rate, refused):
     """float16 ends at 65,504, and the solution is of float32."""
@@ -316,6 +318,7 @@ def test_a_share_step_is_a_share_of_each_layers_own_size():
     )
 
 
+@pytest.mark.slow
 def test_an_rms_step_has_the_root_mean_square_that_was_asked_for():
     """Along the solution for a gradient with Nesterov's momentum, in float64 NumPy."""
     layers = found()
@@ -347,6 +350,7 @@ def test_an_rms_step_has_the_root_mean_square_that_was_asked_for():
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(velocity))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["rms", "share"])
 def test_the_inverses_alone_are_k_facs_step_as_old_as_their_interval_has_them(step):
     """Averages, inverses and directions in float64 NumPy; Martens & Grosse (2015), section 6.3."""
@@ -392,6 +396,7 @@ def numpy_inverses(a, g):
     )
 
 
+@pytest.mark.slow
 def test_narrow_products_round_what_they_multiply_and_nothing_else():
     options = dict(step="rms", momentum=0.0, damping=0.3, iterations=0)
     layers = found()
@@ -425,6 +430,7 @@ def test_no_state_holds_empty_arrays():  # which Orbax does not store
             kfac.telemetry(state)
 
 
+@pytest.mark.slow
 def test_cg_makes_up_for_narrow_inverses():
     layers = found()
     options = dict(step="rms", momentum=0.0, damping=0.1, iterations=12)
@@ -433,6 +439,7 @@ def test_cg_makes_up_for_narrow_inverses():
     assert all(kfac.find_stats(state)[0].residual < 1e-6)
 
 
+@pytest.mark.slow
 def test_inverses_are_those_of_the_first_curvature_however_late_it_comes():
     layers = found()
     optimizer = kfac.kfac(0.1, layers, step="rms", iterations=0, momentum=0.0)
@@ -450,6 +457,7 @@ def test_inverses_are_those_of_the_first_curvature_however_late_it_comes():
     assert not np.allclose(without["b"]["kernel"], expected["b"]["kernel"], rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_blocks_without_inverses_are_solved_by_cg_beside_those_that_have_them(monkeypatch):
     monkeypatch.setattr(_blocks, "MOST_ROWS", 4)  # a has nine
     params, x = {**PARAMS, "a": {"kernel": normal(0, 8, 4), "bias": normal(1, 4)}}, normal(3, 8, 8)
@@ -470,6 +478,7 @@ def test_inverses_alone_are_for_steps_that_take_a_direction(make, step):
         make(iterations=0, step=step)
 
 
+@pytest.mark.slow
 def test_how_layers_add_up_is_averaged_and_kept_between_curvature_batches():
     layers = found()
     function = kfac.value_grad_and_curvature(network, has_aux=True, fisher="empirical")
@@ -752,6 +761,7 @@ def test_another_tree_is_refused_and_so_are_parameters_without_a_layer():
         kfac.scale_by_kfac(layers).init(params)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("where", ["free", "a"])
 def test_a_gradient_that_is_not_finite_anywhere_moves_no_share(where):
     params = {**PARAMS, "free": normal(8, 2)}
@@ -806,6 +816,7 @@ def test_the_step_compiles_once_and_its_state_survives_a_checkpoint(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [kfac.kfac, kfac.cg_fac])
 def test_no_array_stands_in_two_places_of_the_state(make):
     """A step that donates its state hands each buffer over once."""
@@ -834,7 +845,7 @@ def with_jacobian(params, x, labels):
     return cross_entropy(kfac.tap(kfac.Dense(), params["b"], x, path="b"), labels)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_fn", [network, with_jacobian])
 @pytest.mark.parametrize("options", [{"step": "share"}, {"step": "clip"}])
 def test_curvature_in_a_pass_of_its_own_is_that_of_the_gradients_pass(loss_fn, options):
@@ -861,7 +872,7 @@ def test_curvature_in_a_pass_of_its_own_is_that_of_the_gradients_pass(loss_fn, o
     close(*ends, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
 @pytest.mark.parametrize(
     ("make", "step"), [(kfac.kfac, "rms"), (kfac.kfac, "clip"), (kfac.cg_fac, "clip")]

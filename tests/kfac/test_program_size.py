@@ -48,6 +48,7 @@ def test_it_grows_with_the_layers_and_not_with_their_square():
     assert instructions(12) < 4 * instructions(3)
 
 
+@pytest.mark.slow
 def test_inverses_alone_stack_no_matrices_of_all_layers_but_to_invert_them():
     compiled = program(20, 20, 20, 20, iterations=0)
     branches, _, every_step = compiled.partition("ENTRY")
@@ -56,6 +57,7 @@ def test_inverses_alone_stack_no_matrices_of_all_layers_but_to_invert_them():
         assert f"f32[3,{rows},{rows}]" not in every_step
 
 
+@pytest.mark.slow
 def test_few_iterations_of_cg_are_written_out():
     few, many = (
         program(20, 20, 20, 20, iterations=count).partition("ENTRY")[2].count(" while(")
@@ -64,6 +66,7 @@ def test_few_iterations_of_cg_are_written_out():
     assert many == few + 1
 
 
+@pytest.mark.slow
 def test_factors_of_one_size_are_inverted_side_by_side_whatever_their_layers():
     branches = program(20, 20, 30, 40, iterations=0).partition("ENTRY")[0]
     for lanes, rows in ((2, 21), (1, 31 + 1), (1, 20), (1, 30), (1, 40)):  # one of zeros

@@ -148,6 +148,7 @@ def test_no_iterations_is_an_error():
         solved(max_iterations=0)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("examples", [1, 5, 11])
 def test_dual_is_the_dense_solution(examples):
     u = np.random.default_rng(examples).normal(size=(2, examples, 7))
@@ -213,6 +214,7 @@ def test_inverses_in_float32_are_positive_where_they_barely_exist():
     assert not np.array_equal(inverse, np.eye(200))
 
 
+@pytest.mark.slow
 def test_what_has_no_root_gives_nan_by_halves_and_the_identity_as_an_inverse():
     lanes = np.stack([spd(130, 150), spd(130, 150)])
     lanes[1, 129, 129] = -1.0

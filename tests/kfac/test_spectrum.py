@@ -37,6 +37,7 @@ def made():
     return params, normal(5, NUM_EXAMPLES, 3), jnp.arange(NUM_EXAMPLES) % 3
 
 
+@pytest.mark.slow
 def test_moments_and_eigenvalues_are_those_of_the_dense_matrix():
     """A Gauss rule of m nodes is exact for polynomials up to degree 2m - 1: vᵀFᵏv of the probe."""
     with jax.enable_x64(True):

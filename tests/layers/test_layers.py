@@ -81,6 +81,7 @@ def test_normed_linear_is_an_adder_layer_with_products_in_place_of_distances():
     assert parameter_facts(fresh)["kernel"] == Facts(role="weight")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
 def test_normed_linear_has_curvature(framework):
@@ -456,6 +457,7 @@ def test_errors_say_what_was_expected(make, message):
         make()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_a_share_of_the_squared_distance(share, traced):

@@ -113,6 +113,7 @@ def test_outputs_agree_for_one_parameter_tree(name):
     np.testing.assert_allclose(theirs, ours, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("score", attention.SCORES)
 def test_cross_attention_with_all_options_agrees(score):
     size = dict(score=score, qkv_features=12, out_features=6, num_kv_heads=1)

@@ -17,6 +17,7 @@ MODULES = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", MODULES)
 def test_gate_times_content_is_the_score(name):
     score, options = MODULES[name]

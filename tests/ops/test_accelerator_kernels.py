@@ -108,13 +108,14 @@ def check(backend, function, arrays, rule=RULES[2], axes="kn", tolerance=2e-5):
         )
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_function(backend, function):
     axes = "nk" if function == "l1_pullback_w" else "kn"
     check(backend, function, operands(SHAPES[0], axes), axes=axes)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("function", ["l1", "l1_pullback_x"])
 def test_several_blocks_with_ties_and_a_common_offset(backend, function):
     arrays = operands(SHAPES[1], "nk")
@@ -124,6 +125,7 @@ def test_several_blocks_with_ties_and_a_common_offset(backend, function):
     check(backend, function, arrays, GradientRule("sign"), "nk")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("function", ["l1_pullback_x", "l1_pushforward"])
 def test_hardtanh_far_from_zero(backend, function):
     """Where a slope that is no power of two would round away what the values differ in."""
@@ -133,6 +135,7 @@ def test_hardtanh_far_from_zero(backend, function):
     check(backend, function, arrays, GradientRule("hardtanh", 3.0))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("function", ["l1_pullback_x", "l1_pushforward"])
 def test_the_sign_of_the_smallest_differences(backend, function):
     arrays = operands((1, 5, 9, 8))
@@ -148,7 +151,7 @@ def test_narrow_inputs_are_summed_in_float32(backend, dtype):
     check(backend, "l1", arrays)
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("function", ["l1", "l1_pullback_x", "l1_pushforward", "additive"])
 def test_nan_and_infinity_go_where_they_go_in_the_formula(backend, function):
     arrays = operands((1, 6, 7, 8), "nk")
@@ -170,6 +173,7 @@ def test_empty_axes(backend, empty):
         check(backend, function, operands(shape), tolerance=0)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("rule", "offset"), [("sign", 0.0), ("hardtanh", 0.0), ("hardtanh", 1e5)])
 def test_few_outputs_of_long_sums_are_cut_into_parts(rule, offset):
     """1,100 rows make two parts of 560, the last of which is filled up."""
@@ -215,6 +219,7 @@ def test_hidden_units_in_pairs(backend, hidden_units):
     )
 
 
+@pytest.mark.cases(1)
 def test_one_graph_under_jit_grad_and_vmap(backend):
     x, w, g = (operands((3, 5, 9, 8))[name] for name in ("x", "w", "g"))
     rule = GradientRule("hardtanh")
@@ -237,6 +242,7 @@ def test_one_graph_under_jit_grad_and_vmap(backend):
         )
 
 
+@pytest.mark.cases(1)
 def test_operands_that_are_shared_along_mapped_axes(backend):
     """Queries mapped over one axis, keys over another, pairs of both over a third."""
     rng = np.random.default_rng(0)

@@ -9,6 +9,7 @@ from benchmarks import ops, ops_device, sass
 from benchmarks.timing import Timings
 
 
+@pytest.mark.slow
 def test_a_product_on_a_device():
     table = ops_device.products_table()
     ops_device.bench_product(table, "small", (8, 4, 16), limit=2e12)
@@ -25,6 +26,7 @@ def test_a_product_without_a_known_bound():
     assert table.rows[0]["bound"] is None
 
 
+@pytest.mark.slow
 def test_kernels_beside_their_bound(monkeypatch):
     """Of a kernel of 100 us, where the device adds 20 T times a second."""
     monkeypatch.setattr(ops_device, "compiled_case", lambda case, backend: (None, []))
@@ -53,6 +55,7 @@ def test_from_where_blocks_are_faster():
     assert [ops.fused_from(table, score) for score in found] == [512, 17, None]
 
 
+@pytest.mark.slow
 def test_sums_beside_their_product_and_their_broadcast():
     table, bounds = ops.pairs_table(), ops.Bounds(None)
     ops.bench_pairs(table, ops.layer_sums("small", (8, 4, 16)), ["xla"], bounds)
@@ -63,6 +66,7 @@ def test_sums_beside_their_product_and_their_broadcast():
     assert all(row["/broadcast"] > 0 and row["/GEMM"] > 0 for row in table.rows)
 
 
+@pytest.mark.slow
 def test_attention_by_the_map_and_in_blocks():
     table = ops.fused_table()
     ops.bench_fused(table, "additive", (2, 8))

@@ -22,7 +22,7 @@ def rows():
     return {row.name: row for row in cpu_code.measure("g++", "znver3")}
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @needs_x86
 @pytest.mark.parametrize("name", cpu_code.CASES)
 def test_an_inner_loop_costs_no_more_than_its_certificate(rows, name):

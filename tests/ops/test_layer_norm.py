@@ -33,6 +33,7 @@ def _expected(x, scale, bias, g, epsilon):
     return normalized * scale + bias, dx, (g * normalized).sum(rows), g.sum(rows)
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_value_and_gradients_are_those_of_the_formula(backend, shape):

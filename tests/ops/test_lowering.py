@@ -61,6 +61,7 @@ def test_narrow_inputs_lower_for_cuda(dtype):
     assert "__gpu$xla.gpu.ptx" in _lowered(CudaBackend(), "cuda", *CALLS[0], dtype)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(("method", "shapes", "options"), CALLS)
 def test_every_function_lowers_to_mosaic_kernels_for_tpu(method, shapes, options):
     assert "tpu_custom_call" in _lowered(PallasTpuBackend(), "tpu", method, shapes, options)

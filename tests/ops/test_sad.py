@@ -133,6 +133,7 @@ def test_scores_broadcast_over_leading_axes(dtype):
     np.testing.assert_array_equal(ops.sad_scores(query, key), truth(query, key))
 
 
+@pytest.mark.cases(2)
 def test_one_operand_is_shared_along_a_mapped_axis(backend):
     x, w = random_bytes(1, 2, 4, 3, 9), random_bytes(2, 4, 6, 9)
     of_pairs = functools.partial(call, backend, "sad")
@@ -304,6 +305,7 @@ def test_leading_axes_mapped_axes_and_threads_change_nothing():
         np.testing.assert_array_equal(attention(*(a[i] for a in arrays)), expected[i])
 
 
+@pytest.mark.slow
 def test_what_is_no_byte_has_the_gradient_of_the_formula():
     x, columns, own = layer_of(6, 8, 10)
     x_hat = jnp.asarray(random_bytes(0, 6, 8) % 16)
@@ -376,7 +378,7 @@ def program(request, tmp_path_factory):
     return ["qemu-aarch64", path] if request.param == "NEON" else [path]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("program", TARGETS, indirect=True)
 @pytest.mark.parametrize("cases", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_the_code_of_a_processor_computes_the_formula(program, cases):

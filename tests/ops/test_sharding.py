@@ -252,6 +252,7 @@ close(jax.jit(jax.grad(total))(*placed), signs)
 
 
 @pytest.mark.cases(3)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("code", "backend"),
     [

@@ -97,7 +97,7 @@ def test_a_damaged_checkpoint_gives_what_was_saved_or_is_said(caplog, file, dama
             assert list(workdir.glob("checkpoints/4.unreadable"))
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["last", "4"])
 def test_whole_arrays_that_are_not_what_was_saved_are_not_taken(how, caplog):
     with runs.copy() as workdir:

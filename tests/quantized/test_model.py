@@ -81,6 +81,7 @@ def test_a_query_among_cached_keys_gets_its_own_value():
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_between_the_layers_of_an_mlp_stand_bytes_alone():
     few = quantized.quantize_model(transformer(), images())
     mlp, x = few.blocks[0].mlp, nnx.Rngs(2).normal((3, 5, 16))
@@ -150,6 +151,7 @@ def test_all_adder_layers_and_scores_of_a_transformer_are_exchanged(options):
     np.testing.assert_array_equal(model(images()), before)
 
 
+@pytest.mark.slow
 def test_the_same_integers_in_blocks_of_keys():
     model = transformer(key_block=2)
     few = quantized.quantize_model(model, images())
@@ -173,6 +175,7 @@ def test_grouped_heads_and_other_models():
     assert error(quantized.quantize_model(speller, *words), speller, *words) < 0.05
 
 
+@pytest.mark.slow
 def test_what_learned_in_few_bits_keeps_its_grid():
     """The rounded network and the one of integers agree closer than either with the float one."""
     learned = dict(adder_options={"bits": 3}, score_options={"bits": 3})

@@ -20,7 +20,7 @@ def abstract(**options):
     return nnx.eval_shape(lambda: VisionTransformer(rngs=nnx.Rngs(0), **options))
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "heads", "parameters", "gmacs"),
     [(192, 3, 5.7e6, 1.26), (384, 6, 22.1e6, 4.6), (768, 12, 86.6e6, 17.6)],

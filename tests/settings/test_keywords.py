@@ -31,6 +31,7 @@ def test_every_option_of_attention_is_a_keyword_of_every_module(module):
     assert inspect.signature(module.__init__).parameters.keys() >= own
 
 
+@pytest.mark.slow
 def test_fields_and_settings_make_the_same_model():
     size = dict(image_size=4, channels=1, num_classes=2)
     fields = dict(width=8, depth=2, num_heads=2, patch_size=2, score="adder")

@@ -67,7 +67,7 @@ class Fixed(nnx.Module):
         return self.logits
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["hard", "soft"])
 @pytest.mark.parametrize("num_heads", [1, 2])
 def test_the_curvature_is_the_hessian_of_both_terms(kind, num_heads):
@@ -176,6 +176,7 @@ def test_weights_of_timm_and_hugging_face_teach_by_path(tmp_path):
         np.testing.assert_allclose(taught, model(seen), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_teacher_that_cannot_teach_is_refused_in_one_message(teacher_run, tmp_path):
     run, other = teacher_run[0], tmp_path / "timm.safetensors"
     interop.save_weights(make_model(num_classes=7), other, names="timm")

@@ -209,6 +209,7 @@ def test_what_is_no_teacher_to_begin_from_is_refused():
             tasks.swap(teacher, student, images())
 
 
+@pytest.mark.slow
 def test_a_bypass_makes_maps_uniform_and_turns_branches_off():
     found, sums = {}, lambda model: float(np.asarray(model(images())).sum())
     for linear in ("dense", "adder"):

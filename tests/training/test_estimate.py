@@ -34,6 +34,7 @@ def estimated():
     return run, estimate(run)
 
 
+@pytest.mark.slow
 def test_memory_by_kind_against_the_arrays_of_the_run(estimated):
     run, result = estimated
     state = run.init()

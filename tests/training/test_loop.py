@@ -172,6 +172,7 @@ def test_weights_are_read_unless_there_is_a_checkpoint(tiny_config, tmp_path):
         modes.train(tiny_config(init_from="/no/weights"), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_whose_directory_goes_away_does_not_go_on_in_another(tiny_config, tmp_path):
     config = tiny_config("multiplicative", checkpoint_every_steps=2, log_every_steps=9)
     workdir = tmp_path / "run"

@@ -60,7 +60,7 @@ def test_facts_of_every_kind_of_parameter(tiny_config):
         assert set(jax.tree.leaves(layers[name]["norm"])) == {plain}
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("prototypes", [False, True])
 @pytest.mark.parametrize("name", ["adamw", "kl_shampoo", "muon", "nadamw", "sgd", "soap"])
 def test_weight_decay_reaches_multiplicative_weights_and_prototypes_on_demand(

@@ -48,13 +48,13 @@ def test_adamw_keeps_norms_and_embeddings(tiny_config):
     assert in_blocks == {"attention", "mlp"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mechanism", "fields"),
     [
         ("adder", {}),
-        pytest.param("multiplicative", {}, marks=pytest.mark.slow),
-        # Starts on a longer plateau, with AdamW as well.
-        pytest.param("additive", {"num_epochs": 6.0}, marks=pytest.mark.slow),
+        ("multiplicative", {}),
+        ("additive", {"num_epochs": 6.0}),  # starts on a longer plateau, with AdamW as well
     ],
 )
 def test_every_mechanism_learns_and_resumes_with_the_same_bits(

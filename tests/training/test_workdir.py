@@ -90,6 +90,7 @@ def test_opening_writes_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_mistake_can_be_corrected_in_the_same_directory_and_no_row_is_lost(
     tiny_config, tmp_path, capsys
 ):
