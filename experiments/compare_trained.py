@@ -12,7 +12,8 @@ layers and scores apart.
 | fashion_mnist | 4,215 steps of 64 images, 5 epochs, patches of 7 | 10 % | 4 | 6 |
 | cifar10 | experiments/cifar10_fast.py: 5.25 epochs of 256 images, a stem, Muon | 10 % | 3 | 3 |
 
-The first minutes of such trainings are experiments/compare_mechanisms.py.
+``twice,digits`` trains the control for as many steps and for twice as many: whether these trainings
+end. The first minutes of such trainings are experiments/compare_mechanisms.py.
 Command: python main.py --mode=compare --config=experiments/compare_trained.py
 """
 
@@ -23,8 +24,9 @@ from adder_flax.experiments import cifar10_fast, common
 
 _ADDER = common.MECHANISMS["adder"]
 _NORMED = dict(qkv_linear="normed_dense", proj_linear="normed_dense", mlp_linear="normed_dense")
+_CONTROL = "product"
 _MECHANISMS = {
-    "product": _NORMED,
+    _CONTROL: _NORMED,
     "dot": {},
     "additive": {"score": "additive"},
     "adder": _ADDER,
@@ -37,19 +39,29 @@ _APART = {
 
 
 def get_config(data: str | None = None) -> ml_collections.ConfigDict:
-    """Returns the comparison on ``digits``, ``fashion_mnist`` or ``cifar10``."""
-    data = data or "digits"
+    """Returns the comparison on ``[twice,]digits``, ``fashion_mnist`` or ``cifar10``."""
+    twice, data = (data or "").startswith("twice,"), (data or "").removeprefix("twice,") or "digits"
     mechanisms = _MECHANISMS | (_APART if data == "digits" else {})
     fields = {
         "title": f"Attention mechanisms, trained to the end, on {data}",
         "base": _BASES[data](),
         "factors": {"mechanism": {name: {"model": model} for name, model in mechanisms.items()}},
-        "baseline": {"mechanism": "product"},
+        "baseline": {"mechanism": _CONTROL},
         "search": {"optimizer": {"learning_rate": ("log", *_RATES[data])}},
         "trials": 3 if data == "cifar10" else 4,
         "seeds": {"digits": 10, "fashion_mnist": 6, "cifar10": 3}[data],
         "validation_percent": 20 if data == "digits" else 10,
     }
+    if twice:
+        fields["title"] = f"Whether trainings end: {_CONTROL} for twice as many steps, on {data}"
+        fields["base"].model.update(_NORMED)
+        epochs = fields["base"].num_epochs
+        levels = {"as long": {}, "twice as long": {"num_epochs": 2 * epochs}}
+        fields |= {
+            "factors": {"length": levels},
+            "baseline": {"length": "as long"},
+            "match": "nothing",
+        }
     return ml_collections.ConfigDict(settings.defaults(settings.CompareSettings) | fields)
 
 
