@@ -115,9 +115,10 @@ def _lanes(
 
 def _quadrature(system: System, iterations: int, key: Array) -> tuple[Array, Array]:
     """Ritz values of every lane from one random start, and the squares of its parts along them."""
-    like, unflatten = solver.lane_flatten(system.pack(system.params))
+    # Not packed: rows of zeros that fill a matrix are no directions of the block.
+    like, unflatten = solver.lane_flatten(system.params)
     start = jax.random.rademacher(key, like.shape, like.dtype) / jnp.sqrt(like.shape[1])
-    product = lambda v: solver.lane_flatten(system.matvec(unflatten(v)))[0]
+    product = lambda v: solver.lane_flatten(system.product(unflatten(v)))[0]
     dot = lambda u, v: (u * v).sum(1)
     # Below it a remainder is rounding: the space is used up, and what follows would be noise.
     least = 10 * like.shape[1] ** 0.5 * jnp.finfo(like.dtype).eps

@@ -171,17 +171,14 @@ class Block:
 
     @functools.cached_property
     def factored(self) -> bool:
-        """Whether two Kronecker factors describe it: all uses are dense, of one lifted shape."""
-        if not all([u.layer.factored for u in self.uses]):
-            return False
-        return len({(u.layer, self._lifted_shape(u)) for u in self.uses}) == 1
+        """Whether two Kronecker factors describe it: all uses are one dense layer's."""
+        layers = {(use.layer, use.roles) for use in self.uses}
+        return len(layers) == 1 and self.uses[0].layer.factored
 
     @functools.cached_property
     def lifted_shape(self) -> tuple[int, int]:
         """(inputs, outputs) of the matrix that a factored block multiplies features by."""
-        return self._lifted_shape(self.uses[0])
-
-    def _lifted_shape(self, use: Use) -> tuple[int, int]:
+        use = self.uses[0]
         return use.layer.lifted_shape({role: self.params[i].shape for role, i in use.roles})
 
 

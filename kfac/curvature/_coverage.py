@@ -29,6 +29,8 @@ LOW_COVERAGE = 0.5
 class Layers:
     """The layers of a model that have curvature; printing it gives the coverage table.
 
+    Layers of equal blocks are equal, so that a compiled step serves curvature of any trace.
+
     Attributes:
       blocks: name → block, in the order of the calls.
       skipped: name → why a layer that was met has no block.
@@ -40,6 +42,12 @@ class Layers:
     skipped: dict[str, str]
     shapes: dict[str, tuple[int, ...]]
     reasons: dict[str, str]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layers) and self.blocks == other.blocks
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.blocks.items()))
 
     @property
     def block_of(self) -> dict[str, str]:
@@ -79,6 +87,8 @@ class Layers:
           ValueError: a block of which only a part is there; or this is another tree.
         """
         present = flatten(tree)
+        if not present and not masked_paths(tree):  # `optax.tree_map_params` asks with nothing
+            return dict(self.blocks)
         whole, broken, absent = {}, [], []
         for name, block in self.blocks.items():
             missing = [param.path for param in block.params if param.path not in present]

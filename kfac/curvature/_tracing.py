@@ -44,12 +44,16 @@ def without_modules(
 def record_taps(loss_fn: Callable, params: PyTree, args: tuple) -> dict[str, Tap]:
     """The tapped calls of ``loss_fn(params, *args)`` by name, in their order; nothing is run."""
     met: dict[str, Tap] = {}
+    # What is no array, such as a flag or a function, the loss gets as it is, as under `jax.grad`.
+    leaves, structure = jax.tree.flatten(args)
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")}
 
-    def traced(params: PyTree, args: tuple) -> list:
+    def traced(params: PyTree, arrays: dict[int, Any]) -> list:
+        own = structure.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
         with _watched(Capture(params, met)):
-            return jax.tree.leaves(loss_fn(params, *args))[:1]  # the loss
+            return jax.tree.leaves(loss_fn(params, *own))[:1]  # the loss
 
-    program, paths = jax.make_jaxpr(traced)(params, args), list(flatten(params))
+    program, paths = jax.make_jaxpr(traced)(params, arrays), list(flatten(params))
     calls, seen = read(program, len(paths))
     taps: dict[str, Tap] = {}
     for key, tap in met.items():

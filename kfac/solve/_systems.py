@@ -55,8 +55,7 @@ class System:
     @functools.cached_property
     def packs(self) -> bool:
         """Whether vectors are matrices [V; v_b]: the solver's operations are fewer and larger."""
-        dense = all([u.layer.factored for u in self.program])
-        return dense and len({(u.layer, u.roles) for u in self.program}) == 1
+        return self.blocks[0].factored
 
     def pack(self, v: Lanes) -> PyTree[Array]:
         """A vector as the solver sees it: a matrix for dense blocks, else the parameters."""

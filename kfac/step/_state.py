@@ -41,7 +41,8 @@ class Averages(NamedTuple):
 
     Attributes:
       factors: block → Kronecker factors.
-      traces: block → tr F of each lane, for relative damping, where no factors give it.
+      traces: block → tr F of each lane and its own weight, for relative damping, where no factors
+        give it.
       weight: sum of the weights, 0 before the first step.
       coherence: Δᵀ F Δ of the network over its sum over the layers, where a clip needs it; else 0.
       inverses: block → inverses of the damped factors (no sums), refreshed now and then.
@@ -67,7 +68,7 @@ def init_state(params: PyTree[Array], owned: dict[str, Block], options: Options)
         if forms[name] == "factors":
             inverses[name] = _empty_inverses(block, factors[name], options)
         elif not options.absolute:
-            traces[name] = jnp.zeros((block.lanes,), dtype)
+            traces[name] = jnp.zeros((block.lanes, 2), dtype)
     return State(
         count=jnp.zeros((), jnp.int32),
         # Two zeros: a step that donates its state may give no buffer away twice.

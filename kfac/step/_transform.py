@@ -206,7 +206,7 @@ def _propose(step: Step, problem: Problem, solved: dict[str, Solution]) -> lengt
     rate = options.learning_rate
     rate = jnp.asarray(rate(state.count) if callable(rate) else rate, problem.damping.dtype)
     if options.step == "rms":
-        return length.normalized_step(solved, length.unit_norms(problem.b), rate=rate)
+        return length.normalized_step(solved, length.unit_norms(step.owned), rate=rate)
     moving = {"rate": rate, "momentum": options.momentum}
     moving["velocity"] = step.to_vectors(flatten(state.velocity))
     if options.step == "share":

@@ -122,6 +122,19 @@ def test_functions_that_jax_has_cached_are_traced_anew():
     check_exact_blocks(loss_fn, params, X, LABELS, blocks={"l": 1})  # taps of another trace
 
 
+def test_flags_and_functions_among_the_arguments_stay_what_they_are():
+    def loss_fn(params, x, labels, training, activation):
+        x = activation(kfac.tap(kfac.Dense(), params, x, path=""))
+        return pool(2 * x if training else x, labels)
+
+    params = {name: normal(1, *shape) for name, shape in SHAPES.items()}
+    args = X, LABELS, True, jnp.tanh
+    assert kfac.find_layers(loss_fn, params, *args).coverage == 1.0
+    function = kfac.value_grad_and_curvature(loss_fn, fisher="empirical", has_aux=True)
+    grads = jax.grad(loss_fn, has_aux=True)(params, *args)[0]
+    close(function(params, *args)[1], grads, rtol=1e-12)
+
+
 def test_original_scan_needs_the_other_name():
     from jax.lax import scan as kept
 
