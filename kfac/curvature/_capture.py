@@ -161,8 +161,8 @@ class Capture:
         if slot is None:
             return y
         if tap.vmaps:  # a slot holds the rows of all examples; each writes to its own alone
-            row, count = _row(x, y), math.prod(tap.vmaps)
-            num_axes = len(tap.vmaps)
+            count, num_axes = math.prod(tap.vmaps), len(tap.vmaps)
+            row = _row(x, y) % count  # vmaps around the whole gradient count, too, outermost
             slot = jax.tree.map(lambda s: s.reshape(count, *s.shape[num_axes:])[row], slot)
         y, x = own_along(axes_of(slot[1]), (y, x))
         return _tap(y, x, slot)

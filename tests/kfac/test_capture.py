@@ -135,6 +135,17 @@ def test_flags_and_functions_among_the_arguments_stay_what_they_are():
     close(function(params, *args)[1], grads, rtol=1e-12)
 
 
+def test_networks_that_are_trained_beside_each_other_have_their_own_curvature():
+    """A vmap around the gradient of a loss that has vmaps over examples and layers itself."""
+    networks = jax.tree.map(lambda p: jnp.stack([p, -2 * p, 3 * p]), STACK)
+    function = kfac.value_grad_and_curvature(
+        vmapped_layers_in_vmapped_examples, fisher="empirical", has_aux=True
+    )
+    captured = lambda params: function(params, X, LABELS)[2].captured
+    alone = [captured(jax.tree.map(lambda p, i=i: p[i], networks)) for i in range(3)]
+    close(jax.vmap(captured)(networks), jax.tree.map(lambda *a: jnp.stack(a), *alone), rtol=1e-12)
+
+
 def test_original_scan_needs_the_other_name():
     from jax.lax import scan as kept
 
