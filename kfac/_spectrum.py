@@ -100,13 +100,13 @@ def spectrum(
     root, flat, found = jax.random.key(0) if key is None else key, flatten(params), {}
     for i, block in enumerate(curvature.layers.blocks.values()):
         keys = jax.random.split(jax.random.fold_in(root, i), probes)
-        compute = jax.jit(functools.partial(_lanes, block.name, iterations))
+        compute = jax.jit(functools.partial(_densities, block.name, iterations))
         values, weights = compute(curvature, flat, keys)
         found[block.name] = Spectrum(block.size, values.swapaxes(0, 1), weights.swapaxes(0, 1))
     return found
 
 
-def _lanes(
+def _densities(
     name: str, iterations: int, curvature: Curvature, flat: Flat, keys: Array
 ) -> tuple[Array, Array]:
     (system,) = systems.build(curvature, flat, {name: "exact"})

@@ -337,13 +337,9 @@ def right_factors(program: Program, g: Lane, narrow: str | None = None) -> Lane:
     """
     factors = []
     for outputs in output_groups(program):
-        total = 0
-        for use, gs in zip(program, g, strict=True):
-            if use.num_outputs == outputs:
-                # float32 sums: with the 8 bits of bfloat16 a sum of equal terms stops growing after
-                # 256 of them.
-                product = "cnto,cntp->op" if outputs <= MOST_ROWS else "cnto,cnto->o"
-                total += _squared(product, gs, narrow)
+        product = "cnto,cntp->op" if outputs <= MOST_ROWS else "cnto,cnto->o"
+        own = [gs for use, gs in zip(program, g, strict=True) if use.num_outputs == outputs]
+        total = functools.reduce(jnp.add, [_squared(product, gs, narrow) for gs in own])
         # N, where the left factor has N T: the cotangents of an example's tokens are parts of one
         # loss, which add up.
         factors.append(total / program[0].num_examples)
@@ -353,6 +349,7 @@ def right_factors(program: Program, g: Lane, narrow: str | None = None) -> Lane:
 def _squared(product: str, array: Array, narrow: str | None) -> Array:
     """A product of an array, rounded to ``narrow`` if given, with itself."""
     array = array if narrow is None else array.astype(narrow)
+    # float32 sums: with the 8 bits of bfloat16 one of equal terms stops growing after 256 of them.
     return jnp.einsum(product, array, array, preferred_element_type=accumulator(array))
 
 
@@ -374,18 +371,6 @@ def left_factor(
         moments.append(_squared("nti,ntj->ij", features, narrow))
     tokens = sum([use.num_tokens for use in program])
     return functools.reduce(jnp.add, moments) / (program[0].num_examples * tokens)
-
-
-def factored_trace(use: Use, params: Lane, left: Array, right: Array) -> Float[Array, ""]:
-    """tr Lᵀ(𝒜 ⊗ 𝒢)L with L the lift of the layer: one trace for each output."""
-    return use.layer.left_traces(use.own(params), left) @ jnp.diagonal(right)
-
-
-def factor_product(use: Use, params: Lane, left: Array, right: Array, matrix: Array) -> Array:
-    """K v = Lᵀ(𝒜 L(v) 𝒢) for v as a matrix [V; v_b], with L the lift of the layer."""
-    layer, own = use.layer, use.own(params)
-    lifted = layer.lift(own, layer.unmatrix(own, matrix))
-    return layer.matrix(layer.project(own, left @ lifted @ right))
 
 
 def example_gradients(

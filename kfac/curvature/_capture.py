@@ -59,9 +59,8 @@ class Tap:
     base: str  # what it is called if its parameters are not known
     layer: Layer | None  # how the output depends on the parameters; None where nothing says so
     shapes: dict[str, tuple[int, ...]]  # role → shape of the parameter inside the layer
-    # shapes of the input (a tree) and of the output, without the axes of scans and vmaps
+    # of the input (a tree) and of the output, without the axes of scans and vmaps
     x: PyTree[jax.ShapeDtypeStruct]
-    # shapes of the input (a tree) and of the output, without the axes of scans and vmaps
     y: jax.ShapeDtypeStruct
     # which scans the call is inside of, outermost first, by order of appearance
     scan_path: tuple[int, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -46,7 +46,7 @@ class Curvature:
       axis_name: manual axes along which devices have a part of the batch each, if any.
     """
 
-    captured: Mapping[str, tuple[PyTree[Array], Array]]
+    captured: dict[str, tuple[PyTree[Array], Array]] | Deferred
     fresh: Bool[Array, ""] | None
     layers: Layers
     num_examples: int
@@ -68,12 +68,12 @@ class Curvature:
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
-class Deferred(Mapping):
+class Deferred:
     """Captured arrays that are computed where they are asked for.
 
     Whoever needs them in a branch alone, where curvature is fresh, then computes them in that
-    branch: no array of zeros is written in their place at the other steps. Elsewhere they are the
-    mapping of ``at_every_step``, and as a tree they are that.
+    branch: no array of zeros is written in their place at the other steps. Elsewhere they are those
+    of ``at_every_step``, and as a tree they are that.
     """
 
     capture: Callable[[bool], dict]  # refresh → the arrays; where it is False, cotangents are 0
@@ -92,12 +92,6 @@ class Deferred(Mapping):
 
     def __getitem__(self, name: str) -> tuple[PyTree[Array], Array]:
         return self.at_every_step()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(jax.eval_shape(lambda: self.capture(True)))
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
 
     def tree_flatten(self) -> tuple[tuple, None]:
         return (self.at_every_step(),), None
@@ -156,8 +150,8 @@ def value_grad_and_curvature(
 
     Raises:
       ValueError: an unknown Fisher matrix or likelihood, or one that needs outputs without
-        ``has_aux``; a number of examples that arguments and outputs do not agree on; manual axes
-        that ``axis_name`` leaves out.
+        ``has_aux``; a loss that is no number; outputs of another shape; a number of examples that
+        arguments and outputs do not agree on; manual axes that ``axis_name`` leaves out.
 
     >>> import jax, jax.numpy as jnp, kfac
     >>> params = {"kernel": jnp.ones((3, 2))}
@@ -202,6 +196,11 @@ def value_grad_and_curvature(
         # same outputs.
         slots = own_along(axes, slots)
         (loss, z), pullback, aux = jax.vjp(forward, params, slots, has_aux=True)
+        if jax.tree.map(jnp.shape, loss) != ():
+            raise ValueError(
+                "expected loss_fn to return a number, with has_aux=True beside an aux, got arrays "
+                f"of shape {jax.tree.map(jnp.shape, loss)}; return the mean over the examples."
+            )
         of_all = z if fisher != "empirical" else outputs(aux) if outputs is not None else None
         examples = count_examples(args, batch_size, of_all)
         weighted = None if weights is None else weights(aux)
@@ -317,7 +316,7 @@ def curvature(loss_fn: Callable, **options: Any) -> Callable:
         if refresh is True:
             return capture(True)
         fresh = jnp.asarray(refresh)
-        captured = Deferred(lambda refresh: dict(capture(refresh).captured), fresh)
+        captured = Deferred(lambda refresh: capture(refresh).captured, fresh)
         shapes = jax.eval_shape(functools.partial(capture, True))
         weights = None if shapes.weights is None else capture(False).weights
         return dataclasses.replace(shapes, captured=captured, fresh=fresh, weights=weights)

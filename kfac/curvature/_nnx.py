@@ -25,6 +25,7 @@ from kfac.curvature._registry import (
     registrations,
     tap_registered,
 )
+from kfac.curvature._tracing import OfArrays
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -104,10 +105,8 @@ def _variables(module: nnx.Module, deep: bool) -> tuple[dict[str, Array], bool]:
     return {n: array for n, array in own.items() if array is not None}, len(own) < len(found)
 
 
-def split(
-    loss_fn: Callable, params: Any, args: tuple, has_aux: bool
-) -> tuple[Callable, Any, tuple, Callable[[Any], None]] | None:
-    """The fields of ``OfArrays``, as ``nnx.value_and_grad`` sees modules; None without any.
+def split(loss_fn: Callable, params: Any, args: tuple, has_aux: bool) -> OfArrays | None:
+    """The loss function of arrays, as ``nnx.value_and_grad`` sees modules; None without any.
 
     The state is that of all modules, such as statistics and counts of random numbers.
     """
@@ -133,4 +132,4 @@ def split(
 
     arrays = tuple([None if isinstance(arg, nnx.Pytree) else arg for arg in args])
     params = own[0] if of_params else params
-    return of_arrays, params, arrays, functools.partial(nnx.update, nodes)
+    return OfArrays(of_arrays, params, arrays, functools.partial(nnx.update, nodes))

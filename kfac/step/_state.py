@@ -159,14 +159,6 @@ class Stats:
         """Names of the fields that are no names themselves."""
         return [f.name for f in dataclasses.fields(self) if not f.metadata.get("static")]
 
-    def by_name(self) -> dict[str, Array]:
-        """Scalars by the names of ``telemetry``."""
-        scalars = {name: getattr(self, name) for name in _SCALARS}
-        for name, of in (("iterations", self.blocks), ("residual", self.measured)):
-            means = zip(of, getattr(self, name) if of else (), strict=True)
-            scalars |= {f"{name}/{block}": mean for block, mean in means}
-        return {f"{self.optimizer}/{name}": scalar for name, scalar in scalars.items()}
-
 
 _SCALARS = ("damping", "step", "momentum", "kl_scale", "coherence", "model", "rejected")
 
@@ -206,4 +198,11 @@ def telemetry(opt_state: PyTree[Array]) -> dict[str, Array]:
     >>> sorted(telemetry(optimizer.init(params)))[:3]
     ['kfac/coherence', 'kfac/damping', 'kfac/iterations/fc']
     """
-    return {n: scalar for stats in find_stats(opt_state) for n, scalar in stats.by_name().items()}
+    named = {}
+    for stats in find_stats(opt_state):
+        scalars = {name: getattr(stats, name) for name in _SCALARS}
+        for name, of in (("iterations", stats.blocks), ("residual", stats.measured)):
+            means = zip(of, getattr(stats, name) if of else (), strict=True)
+            scalars |= {f"{name}/{block}": mean for block, mean in means}
+        named |= {f"{stats.optimizer}/{name}": scalar for name, scalar in scalars.items()}
+    return named

@@ -240,9 +240,9 @@ def _with_coherence(step: Step, problem: Problem, solved: dict[str, Solution]) -
         return jnp.where(step.sound, average, averages.coherence)
 
     if curvature.fresh is None:
-        return problem._replace(averages=averages._replace(coherence=measure()))
-    # Not jnp.where: between two curvature batches the cotangents are zeros.
-    coherence = jax.lax.cond(curvature.fresh, measure, lambda: averages.coherence)
+        coherence = measure()
+    else:  # not jnp.where: between two curvature batches the cotangents are zeros
+        coherence = jax.lax.cond(curvature.fresh, measure, lambda: averages.coherence)
     return problem._replace(averages=averages._replace(coherence=coherence))
 
 

@@ -347,3 +347,19 @@ def test_layers_without_an_example_axis_are_skipped():
     layers = kfac.find_layers(loss_fn, DENSE, X)
     assert not layers.blocks
     assert "numbers the 4 examples" in layers.skipped["l"]
+
+
+@pytest.mark.parametrize(
+    ("made", "options", "message"),
+    [
+        (lambda y: (y.mean(), (y, 0)), {"fisher": "mc"}, "classes.*got tuple.*by outputs="),
+        (lambda y: (y.mean(), y[:, 0]), {"fisher": "mc"}, r"classes.*got \(4,\).*z\[:, None\]"),
+        (lambda y: (y[:, 0], y), {"fisher": "mc"}, r"a number.*got arrays of shape \(4,\)"),
+        (lambda y: (y.mean(), y), {"fisher": "empirical", "has_aux": False}, "with has_aux=True"),
+    ],
+)
+def test_losses_and_outputs_of_another_shape_are_refused(made, options, message):
+    loss_fn = lambda p, x: made(kfac.tap(kfac.Dense(), p, x, path=""))
+    function = kfac.value_grad_and_curvature(loss_fn, **{"has_aux": True} | options)
+    with pytest.raises(ValueError, match=message):
+        function({"kernel": jnp.ones((3, 3))}, X[:, 0], key=jax.random.key(0))

@@ -740,6 +740,11 @@ def test_numbers_out_of_range_are_refused(make, option, value):
         make(**{option: value})
 
 
+def test_schedules_of_other_numbers_than_the_rate_are_for_inject_hyperparams():
+    with pytest.raises(ValueError, match="expected damping to be a number.*inject_hyperparams"):
+        kfac.KfacOptions(damping=optax.exponential_decay(1.0, 10, 0.5))
+
+
 def test_masks_that_leave_no_block_and_masks_that_break_one():
     params = {**PARAMS, "free": normal(8, 2)}
     layers = found(with_free_parameter, params)
