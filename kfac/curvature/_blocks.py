@@ -2,15 +2,8 @@
 
 Every layer is seen through its local Jacobian J_n (input of example n, one row per token t) and its
 cotangents g_n, so one piece of code serves dense, normalisation, convolution, embedding and adder
-layers:
-
-- exact:  F v = (1/N) Σ_n J_nᵀ (θ_n g_n) with θ_n = Σ_t ⟨g_nt, (J_n v)_t⟩; for a dense layer Aᵀ
-  diag(A V Gᵀ) G / N;
-- kron:   K v = (1/NT) Σ_nt J_ntᵀ 𝒢 J_nt v with 𝒢 = Σ g gᵀ/N; for a dense layer (AᵀA/NT) V (GᵀG/N),
-  which is K-FAC (Martens & Grosse, 2015): the formula of ``exact`` with all pairs of inputs and
-  cotangents in place of matching ones.
-
-Tokens count as examples in ``kron``.
+layers. Of a dense layer ``exact_product`` is Aᵀ diag(A V Gᵀ) G / N, and ``kron_product``, in which
+tokens count as examples, (AᵀA/NT) V (GᵀG/N), K-FAC's (Martens & Grosse, 2015).
 """
 
 from __future__ import annotations
