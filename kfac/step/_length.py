@@ -33,7 +33,7 @@ class Proposal(NamedTuple):
 
     delta: Vectors  # change of the covered parameters
     coefficients: Float[Array, " 2"]  # (α, β) of the new direction and of the last step in it
-    model: Float[Array, ""]  # predicted change of the loss
+    model: Float[Array, ""]  # predicted change of the loss by the new direction
     kl_scale: Float[Array, ""]  # factor by which the KL clip shortened it
     # of the network's xᵀF x over the sum of the layers', as the clip took it
     coherence: Float[Array, ""]

@@ -131,7 +131,7 @@ class Stats:
       step, momentum: α and β.
       kl_scale: factor by which the KL clip shortened the step.
       coherence: of the network's Δᵀ F Δ over the layers', 1 where it is not measured.
-      model: predicted change of the loss.
+      model: predicted change of the loss by the new direction, without the last step's part.
       rejected: 1 where the step was refused.
       iterations: of CG in each of ``blocks``, means over their lanes; None where there are none,
         since Orbax stores no empty arrays.
