@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -46,7 +46,7 @@ class Curvature:
       axis_name: manual axes along which devices have a part of the batch each, if any.
     """
 
-    captured: dict[str, tuple[PyTree[Array], Array]] | Deferred
+    captured: Mapping[str, tuple[PyTree[Array], Array]]
     fresh: Bool[Array, ""] | None
     layers: Layers
     num_examples: int
@@ -68,12 +68,12 @@ class Curvature:
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
-class Deferred:
+class Deferred(Mapping):
     """Captured arrays that are computed where they are asked for.
 
     Whoever needs them in a branch alone, where curvature is fresh, then computes them in that
-    branch: no array of zeros is written in their place at the other steps. Elsewhere they are those
-    of ``at_every_step``, and as a tree they are that.
+    branch: no array of zeros is written in their place at the other steps. Elsewhere they are the
+    mapping of ``at_every_step``, and as a tree they are that.
     """
 
     capture: Callable[[bool], dict]  # refresh → the arrays; where it is False, cotangents are 0
@@ -92,6 +92,12 @@ class Deferred:
 
     def __getitem__(self, name: str) -> tuple[PyTree[Array], Array]:
         return self.at_every_step()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(jax.eval_shape(lambda: self.capture(True)))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
 
     def tree_flatten(self) -> tuple[tuple, None]:
         return (self.at_every_step(),), None
@@ -316,7 +322,7 @@ def curvature(loss_fn: Callable, **options: Any) -> Callable:
         if refresh is True:
             return capture(True)
         fresh = jnp.asarray(refresh)
-        captured = Deferred(lambda refresh: capture(refresh).captured, fresh)
+        captured = Deferred(lambda refresh: dict(capture(refresh).captured), fresh)
         shapes = jax.eval_shape(functools.partial(capture, True))
         weights = None if shapes.weights is None else capture(False).weights
         return dataclasses.replace(shapes, captured=captured, fresh=fresh, weights=weights)

@@ -93,7 +93,8 @@ class System:
             lifted = layer.lift(own, layer.unmatrix(own, matrix))
             return layer.matrix(layer.project(own, left @ lifted @ right))
 
-        return jax.vmap(one)(self.params, *self.state, v)
+        left, right = self.state
+        return jax.vmap(one)(self.params, left, right, v)
 
     def precondition(self, r: PyTree[Array]) -> PyTree[Array]:
         """M⁻¹ r for packed r, by the inverses of the factors; r itself where there are none."""
