@@ -47,7 +47,8 @@ from kfac import oracle
 
 POINTS = (0, 10, 30, 100)
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # relative, of the oracle that steps are compared with
-LENGTHS = (0.25, 0.5, 1.0, 2.0)
+# Of a step, in units of its own: of the oracle's, and of an optimizer's.
+LENGTHS, MORE_LENGTHS = (0.25, 0.5, 1.0, 2.0), tuple(2.0**power for power in range(-6, 5))
 _ADAM = tuple({"learning_rate": rate} for rate in (1e-2, 3e-2, 1e-1, 3e-3, 1e-3, 3e-1))
 _LARGER = tuple({"learning_rate": 3 * trial["learning_rate"]} for trial in _ADAM)
 
@@ -170,12 +171,22 @@ class Tried(NamedTuple):
     step: oracle.Oracle
 
 
+def best_length(
+    loss_of: Callable[[Any], float], params: Any, update: Any, lengths: Sequence[float]
+) -> tuple[float, float]:
+    """Returns the factor of an update with the lowest loss, among these, and that loss."""
+    moved = lambda s: jax.tree.map(lambda p, u: np.asarray(p, np.float64) + s * u, params, update)
+    losses = [loss_of(moved(s)) for s in lengths]
+    best = int(np.nanargmin(losses))
+    return lengths[best], losses[best]
+
+
 def best_step(network: Network, params: Any, dampings: Sequence[float]) -> Tried:
     """Returns the oracle's step of the damping and length with the lowest loss."""
     layers, tried = network.curvature(params), []
     for damping in dampings:
         step = oracle.layerwise_step(layers, damping, relative=True)
-        length, loss = oracle.best_length(network.loss, params, step.update(params), LENGTHS)
+        length, loss = best_length(network.loss, params, step.update(params), LENGTHS)
         tried.append(Tried(loss, damping, length, step))
     return min(tried, key=lambda each: each.loss)
 
@@ -287,7 +298,7 @@ def compare(
             found = best_step(network, params, DAMPINGS)
             of = {"loss": here, "damping": found.damping, "decrease_oracle": here - found.loss}
         *rows, whole = map(dataclasses.asdict, oracle.compare_step(update, found.step))
-        length, loss = oracle.best_length(network.loss, params, update)
+        length, loss = best_length(network.loss, params, update, MORE_LENGTHS)
         whole |= of | {"best_length": length, "decrease": here - loss}
         yield from ((arm, row) for row in (*rows, whole))
 

@@ -100,13 +100,13 @@ def spectrum(
     root, flat, found = jax.random.key(0) if key is None else key, flatten(params), {}
     for i, block in enumerate(curvature.layers.blocks.values()):
         keys = jax.random.split(jax.random.fold_in(root, i), probes)
-        compute = jax.jit(functools.partial(_lanes, block.name, iterations))
+        compute = jax.jit(functools.partial(_densities, block.name, iterations))
         values, weights = compute(curvature, flat, keys)
         found[block.name] = Spectrum(block.size, values.swapaxes(0, 1), weights.swapaxes(0, 1))
     return found
 
 
-def _lanes(
+def _densities(
     name: str, iterations: int, curvature: Curvature, flat: Flat, keys: Array
 ) -> tuple[Array, Array]:
     (system,) = systems.build(curvature, flat, {name: "exact"})
@@ -115,9 +115,10 @@ def _lanes(
 
 def _quadrature(system: System, iterations: int, key: Array) -> tuple[Array, Array]:
     """Ritz values of every lane from one random start, and the squares of its parts along them."""
-    like, unflatten = solver.lane_flatten(system.pack(system.params))
+    # Not packed: rows of zeros that fill a matrix are no directions of the block.
+    like, unflatten = solver.lane_flatten(system.params)
     start = jax.random.rademacher(key, like.shape, like.dtype) / jnp.sqrt(like.shape[1])
-    product = lambda v: solver.lane_flatten(system.matvec(unflatten(v)))[0]
+    product = lambda v: solver.lane_flatten(system.product(unflatten(v)))[0]
     dot = lambda u, v: (u * v).sum(1)
     # Below it a remainder is rounding: the space is used up, and what follows would be noise.
     least = 10 * like.shape[1] ** 0.5 * jnp.finfo(like.dtype).eps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -53,16 +53,6 @@ def all_fit(arrays: Iterable[Array]) -> Bool[Array, ""]:
     """Whether what was finite in float32 still is where it was cast to a dtype that holds less."""
     most = jnp.finfo(jnp.float32).maxexp
     return all_finite([array for array in arrays if jnp.finfo(array.dtype).maxexp < most])
-
-
-def common_parent(paths: Sequence[str]) -> str:
-    """The longest branch that paths lie in."""
-    parents = []
-    for keys in zip(*[path.split("/")[:-1] for path in paths], strict=False):
-        if len(set(keys)) > 1:
-            break
-        parents.append(keys[0])
-    return "/".join(parents)
 
 
 def concatenated(trees: Iterable[PyTree[Array]], axis: int = 0) -> PyTree[Array]:

@@ -16,6 +16,7 @@ from kfac.curvature._coverage import Layers
 from kfac.curvature._gather import Curvature, value_grad_and_curvature
 from kfac.solve import _solvers as solver
 from kfac.solve import _systems as systems
+from kfac.solve._systems import Form
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Key, PyTree
@@ -106,17 +107,23 @@ def verify(
     root = jax.random.key(0) if key is None else key
     rows = []
     for i, block in enumerate(curvature.layers.blocks.values()):
-        compute = jax.jit(functools.partial(_check, block))
+        form = "factors" if block.factored else "kron"
+        compute = jax.jit(functools.partial(_check, block, form))
         found = compute(flat, flat_grads, curvature, damping, jax.random.fold_in(root, i))
         worst = {name: float(jnp.max(values)) for name, values in found.items()}
         worst["kron_cosine"], rank = float(found["kron_cosine"].min()), int(worst.pop("rank"))
-        form = "factors" if block.factored else "kron"
         rows.append(Row(block.name, form, block.size, rank=rank, **worst))
     return Report(tuple(rows), curvature.layers)
 
 
 def _check(
-    block: Block, params: dict, grads: dict, curvature: Curvature, damping: float, key: Array
+    block: Block,
+    form: Form,
+    params: dict,
+    grads: dict,
+    curvature: Curvature,
+    damping: float,
+    key: Array,
 ) -> dict[str, Array]:
     (exact,) = systems.build(curvature, params, {block.name: "exact"})
     b = exact.pack(systems.lanes_of(block, grads))
@@ -137,8 +144,11 @@ def _check(
     direct = solver.solve_dual(u, b, gamma, examples)
     rows = min(u.shape[1], block.size)
     iterated = solver.cg(exact.matvec, b, gamma, max_iterations=2 * rows + 10, tolerance=1e-10)
-    kron = _kron_solution(block, curvature, params, b, damping)
-    x, y = solver.lane_flatten(direct.x)[0], solver.lane_flatten(kron)[0]
+    factors = systems.new_factors(block, curvature, systems.lanes_of(block, params), form)
+    (kron,) = systems.build(curvature, params, {block.name: form}, {block.name: factors})
+    own = damping * kron.trace(jax.random.key(0)) / block.size
+    by_kron = solver.cg(kron.matvec, b, own, max_iterations=200, tolerance=1e-6)
+    x, y = solver.lane_flatten(direct.x)[0], solver.lane_flatten(by_kron.x)[0]
     top = eigenvalues[:, -1]
     bottom = jnp.where(u.shape[1] < block.size, 0, jnp.maximum(eigenvalues[:, -rows], 0))
     # Below it, rounding: the rule of NumPy's matrix_rank, for the squares of singular values.
@@ -151,11 +161,3 @@ def _check(
         "rank": (eigenvalues > threshold[:, None]).sum(1),
         "condition": (top + gamma) / (bottom + gamma),
     }
-
-
-def _kron_solution(block: Block, curvature: Curvature, params: dict, b: Any, damping: float) -> Any:
-    form = "factors" if block.factored else "kron"
-    factors = systems.new_factors(block, curvature, systems.lanes_of(block, params), form)
-    (system,) = systems.build(curvature, params, {block.name: form}, {block.name: factors})
-    gamma = damping * system.trace(jax.random.key(0)) / block.size
-    return solver.cg(system.matvec, b, gamma, max_iterations=200, tolerance=1e-6).x

@@ -33,8 +33,6 @@ from kfac._trees import flatten, path_name
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
 
-LENGTHS = tuple(2.0**power for power in range(-6, 5))
-"""Of a step, in units of its own, among which its best is looked for."""
 _LEAST = 1e-30
 
 
@@ -307,25 +305,6 @@ def _compared(oracle: Oracle, names: Sequence[str], updates: Sequence[np.ndarray
         share=predicted / least if least < 0 else math.nan,
         best_share=best / least if least < 0 else math.nan,
     )
-
-
-def best_length(
-    loss_of: Callable[[PyTree], float],
-    params: PyTree,
-    update: PyTree,
-    lengths: Sequence[float] = LENGTHS,
-) -> tuple[float, float]:
-    """Returns the factor of an update with the lowest loss, and that loss.
-
-    Args:
-      loss_of: params → loss of all examples.
-      params, update: trees.
-      lengths: factors to try.
-    """
-    moved = lambda s: jax.tree.map(lambda p, u: np.asarray(p, np.float64) + s * u, params, update)
-    losses = [loss_of(moved(s)) for s in lengths]
-    best = int(np.nanargmin(losses))
-    return lengths[best], losses[best]
 
 
 def _wide(tree: PyTree) -> PyTree[Array]:

@@ -4,11 +4,13 @@ import argparse
 import importlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from adder_flax.experiments import common
 from benchmarks import verify
 from benchmarks.optimizer_step import make_config, window_of, with_fields
+from benchmarks.oracle import best_length
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -55,3 +57,9 @@ def test_every_block_of_an_experiment_is_verified_in_float64():
     assert max(row.product_error for row in report.rows) < 1e-12
     (line,) = verify.lines(report)
     assert line.startswith(f"dense (factors) | {len(report.rows)} | ")
+
+
+def test_the_best_length_is_the_one_of_the_lowest_loss():
+    params, update = {"a": np.array([3.0])}, {"a": np.array([-1.0])}
+    loss_of = lambda moved: float((moved["a"] ** 2).sum())
+    assert best_length(loss_of, params, update, (1.0, 2.0, 4.0)) == (2.0, 1.0)

@@ -2,15 +2,8 @@
 
 Every layer is seen through its local Jacobian J_n (input of example n, one row per token t) and its
 cotangents g_n, so one piece of code serves dense, normalisation, convolution, embedding and adder
-layers:
-
-- exact:  F v = (1/N) Σ_n J_nᵀ (θ_n g_n) with θ_n = Σ_t ⟨g_nt, (J_n v)_t⟩; for a dense layer Aᵀ
-  diag(A V Gᵀ) G / N;
-- kron:   K v = (1/NT) Σ_nt J_ntᵀ 𝒢 J_nt v with 𝒢 = Σ g gᵀ/N; for a dense layer (AᵀA/NT) V (GᵀG/N),
-  which is K-FAC (Martens & Grosse, 2015): the formula of ``exact`` with all pairs of inputs and
-  cotangents in place of matching ones.
-
-Tokens count as examples in ``kron``.
+layers. Of a dense layer ``exact_product`` is Aᵀ diag(A V Gᵀ) G / N, and ``kron_product``, in which
+tokens count as examples, (AᵀA/NT) V (GᵀG/N), K-FAC's (Martens & Grosse, 2015).
 """
 
 from __future__ import annotations
@@ -171,17 +164,14 @@ class Block:
 
     @functools.cached_property
     def factored(self) -> bool:
-        """Whether two Kronecker factors describe it: all uses are dense, of one lifted shape."""
-        if not all([u.layer.factored for u in self.uses]):
-            return False
-        return len({(u.layer, self._lifted_shape(u)) for u in self.uses}) == 1
+        """Whether two Kronecker factors describe it: all uses are one dense layer's."""
+        layers = {(use.layer, use.roles) for use in self.uses}
+        return len(layers) == 1 and self.uses[0].layer.factored
 
     @functools.cached_property
     def lifted_shape(self) -> tuple[int, int]:
         """(inputs, outputs) of the matrix that a factored block multiplies features by."""
-        return self._lifted_shape(self.uses[0])
-
-    def _lifted_shape(self, use: Use) -> tuple[int, int]:
+        use = self.uses[0]
         return use.layer.lifted_shape({role: self.params[i].shape for role, i in use.roles})
 
 
@@ -340,13 +330,9 @@ def right_factors(program: Program, g: Lane, narrow: str | None = None) -> Lane:
     """
     factors = []
     for outputs in output_groups(program):
-        total = 0
-        for use, gs in zip(program, g, strict=True):
-            if use.num_outputs == outputs:
-                # float32 sums: with the 8 bits of bfloat16 a sum of equal terms stops growing after
-                # 256 of them.
-                product = "cnto,cntp->op" if outputs <= MOST_ROWS else "cnto,cnto->o"
-                total += _squared(product, gs, narrow)
+        product = "cnto,cntp->op" if outputs <= MOST_ROWS else "cnto,cnto->o"
+        own = [gs for use, gs in zip(program, g, strict=True) if use.num_outputs == outputs]
+        total = functools.reduce(jnp.add, [_squared(product, gs, narrow) for gs in own])
         # N, where the left factor has N T: the cotangents of an example's tokens are parts of one
         # loss, which add up.
         factors.append(total / program[0].num_examples)
@@ -356,6 +342,7 @@ def right_factors(program: Program, g: Lane, narrow: str | None = None) -> Lane:
 def _squared(product: str, array: Array, narrow: str | None) -> Array:
     """A product of an array, rounded to ``narrow`` if given, with itself."""
     array = array if narrow is None else array.astype(narrow)
+    # float32 sums: with the 8 bits of bfloat16 one of equal terms stops growing after 256 of them.
     return jnp.einsum(product, array, array, preferred_element_type=accumulator(array))
 
 
@@ -377,18 +364,6 @@ def left_factor(
         moments.append(_squared("nti,ntj->ij", features, narrow))
     tokens = sum([use.num_tokens for use in program])
     return functools.reduce(jnp.add, moments) / (program[0].num_examples * tokens)
-
-
-def factored_trace(use: Use, params: Lane, left: Array, right: Array) -> Float[Array, ""]:
-    """tr Lᵀ(𝒜 ⊗ 𝒢)L with L the lift of the layer: one trace for each output."""
-    return use.layer.left_traces(use.own(params), left) @ jnp.diagonal(right)
-
-
-def factor_product(use: Use, params: Lane, left: Array, right: Array, matrix: Array) -> Array:
-    """K v = Lᵀ(𝒜 L(v) 𝒢) for v as a matrix [V; v_b], with L the lift of the layer."""
-    layer, own = use.layer, use.own(params)
-    lifted = layer.lift(own, layer.unmatrix(own, matrix))
-    return layer.matrix(layer.project(own, left @ lifted @ right))
 
 
 def example_gradients(

@@ -59,9 +59,8 @@ class Tap:
     base: str  # what it is called if its parameters are not known
     layer: Layer | None  # how the output depends on the parameters; None where nothing says so
     shapes: dict[str, tuple[int, ...]]  # role → shape of the parameter inside the layer
-    # shapes of the input (a tree) and of the output, without the axes of scans and vmaps
+    # of the input (a tree) and of the output, without the axes of scans and vmaps
     x: PyTree[jax.ShapeDtypeStruct]
-    # shapes of the input (a tree) and of the output, without the axes of scans and vmaps
     y: jax.ShapeDtypeStruct
     # which scans the call is inside of, outermost first, by order of appearance
     scan_path: tuple[int, ...]
@@ -161,8 +160,8 @@ class Capture:
         if slot is None:
             return y
         if tap.vmaps:  # a slot holds the rows of all examples; each writes to its own alone
-            row, count = _row(x, y), math.prod(tap.vmaps)
-            num_axes = len(tap.vmaps)
+            count, num_axes = math.prod(tap.vmaps), len(tap.vmaps)
+            row = _row(x, y) % count  # vmaps around the whole gradient count, too, outermost
             slot = jax.tree.map(lambda s: s.reshape(count, *s.shape[num_axes:])[row], slot)
         y, x = own_along(axes_of(slot[1]), (y, x))
         return _tap(y, x, slot)

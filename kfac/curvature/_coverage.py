@@ -29,6 +29,8 @@ LOW_COVERAGE = 0.5
 class Layers:
     """The layers of a model that have curvature; printing it gives the coverage table.
 
+    Layers of equal blocks are equal, so that a compiled step serves curvature of any trace.
+
     Attributes:
       blocks: name → block, in the order of the calls.
       skipped: name → why a layer that was met has no block.
@@ -40,6 +42,12 @@ class Layers:
     skipped: dict[str, str]
     shapes: dict[str, tuple[int, ...]]
     reasons: dict[str, str]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layers) and self.blocks == other.blocks
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.blocks.items()))
 
     @property
     def block_of(self) -> dict[str, str]:
@@ -79,6 +87,8 @@ class Layers:
           ValueError: a block of which only a part is there; or this is another tree.
         """
         present = flatten(tree)
+        if not present and not masked_paths(tree):  # `optax.tree_map_params` asks with nothing
+            return dict(self.blocks)
         whole, broken, absent = {}, [], []
         for name, block in self.blocks.items():
             missing = [param.path for param in block.params if param.path not in present]
@@ -248,7 +258,7 @@ def count_examples(args: tuple, batch_size: int | None, outputs: Any = None) -> 
     """Number of examples: the leading size of outputs, if known, or of a loss function's arguments.
 
     Raises:
-      ValueError: sizes that disagree.
+      ValueError: sizes that disagree, or outputs of another shape.
     """
     found: dict[int, str] = {}  # leading size → the first array that has it
     for path, leaf in jax.tree_util.tree_leaves_with_path(args):
@@ -256,6 +266,12 @@ def count_examples(args: tuple, batch_size: int | None, outputs: Any = None) -> 
             found.setdefault(shape[0], f"{tuple(shape)} at args{jax.tree_util.keystr(path)}")
     known = [batch_size] if batch_size is not None else list(found)
     if outputs is not None:
+        if getattr(outputs, "ndim", 0) < 2:
+            raise ValueError(
+                "expected outputs of shape (batch, *positions, classes), got "
+                f"{getattr(outputs, 'shape', type(outputs).__name__)}; say where in the aux they "
+                "are by outputs=, and give numbers without classes an axis for them, z[:, None]."
+            )
         if len(known) == 1 and known[0] != outputs.shape[0]:
             raise ValueError(
                 f"expected outputs of shape (batch, *positions, classes) of {known[0]} examples, "

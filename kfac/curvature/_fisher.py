@@ -141,7 +141,7 @@ def output_cotangents(
             f"shape {outputs.shape}, got {share.shape}; broadcast them."
         )
     # The Hessian of share · ℓ is share times that of ℓ, and c enters squared: hence the roots.
-    root = None if share is None else jnp.sqrt(share)[..., None]
+    root = outputs[0, ..., 0].size ** -0.5 if share is None else jnp.sqrt(share)[..., None]
     if fisher == "enumerate":
         if outputs.ndim != 2:
             raise ValueError(
@@ -150,8 +150,7 @@ def output_cotangents(
             )
         units = jnp.eye(outputs.shape[-1], dtype=outputs.dtype)
         pull = lambda unit: likelihood.root(outputs, jnp.broadcast_to(unit, outputs.shape))
-        columns = jax.vmap(pull)(units)
-        return columns if root is None else columns * root
+        return jax.vmap(pull)(units) * root
     if key is None:
         raise ValueError(
             f"fisher={fisher!r} draws random numbers: expected key=, got None; pass a "
@@ -165,8 +164,4 @@ def output_cotangents(
         # c cᵀ.
         return likelihood.root(outputs, jax.random.rademacher(key, outputs.shape, outputs.dtype))
 
-    columns = jax.vmap(draw)(jax.random.split(key, num_samples))
-    if root is not None:
-        return columns * root / num_samples**0.5
-    num_positions = outputs[0, ..., 0].size
-    return columns / (num_samples * num_positions) ** 0.5
+    return jax.vmap(draw)(jax.random.split(key, num_samples)) * root / num_samples**0.5

@@ -156,8 +156,8 @@ def value_grad_and_curvature(
 
     Raises:
       ValueError: an unknown Fisher matrix or likelihood, or one that needs outputs without
-        ``has_aux``; a number of examples that arguments and outputs do not agree on; manual axes
-        that ``axis_name`` leaves out.
+        ``has_aux``; a loss that is no number; outputs of another shape; a number of examples that
+        arguments and outputs do not agree on; manual axes that ``axis_name`` leaves out.
 
     >>> import jax, jax.numpy as jnp, kfac
     >>> params = {"kernel": jnp.ones((3, 2))}
@@ -202,6 +202,11 @@ def value_grad_and_curvature(
         # same outputs.
         slots = own_along(axes, slots)
         (loss, z), pullback, aux = jax.vjp(forward, params, slots, has_aux=True)
+        if jax.tree.map(jnp.shape, loss) != ():
+            raise ValueError(
+                "expected loss_fn to return a number, with has_aux=True beside an aux, got arrays "
+                f"of shape {jax.tree.map(jnp.shape, loss)}; return the mean over the examples."
+            )
         of_all = z if fisher != "empirical" else outputs(aux) if outputs is not None else None
         examples = count_examples(args, batch_size, of_all)
         weighted = None if weights is None else weights(aux)

@@ -238,22 +238,18 @@ class Scale(Dense):
     def unmatrix(self, params: Params, matrix: Rows) -> Params:
         return dict(zip([r for r in ("scale", "bias") if r in params], matrix, strict=True))
 
+    def _lefts(self, params: Params, left: Square) -> Float[Array, "outputs rows rows"]:
+        """L_oᵀ 𝒜 L_o of every output o, which reads the rows of its own scale and of the bias."""
+        (outputs,) = next(iter(params.values())).shape
+        places = {"scale": jnp.arange(outputs), "bias": jnp.full(outputs, len(left) - 1)}
+        rows = jnp.stack([places[role] for role in ("scale", "bias") if role in params], axis=1)
+        return left[rows[:, :, None], rows[:, None, :]]
+
     def mean_left(self, params: Params, left: Square) -> Square:
-        if "scale" not in params:
-            return left
-        outputs = params["scale"].shape[0]
-        scale = _trace(left[:outputs, :outputs]) / outputs
-        if "bias" not in params:
-            return scale[None, None]
-        cross = left[:-1, -1].mean()
-        return jnp.array([[scale, cross], [cross, left[-1, -1]]])
+        return self._lefts(params, left).mean(0)
 
     def left_traces(self, params: Params, left: Square) -> Float[Array, " outputs"]:
-        offset = left[-1, -1] if "bias" in params else 0
-        if "scale" not in params:
-            return jnp.broadcast_to(offset, params["bias"].shape)
-        outputs = params["scale"].shape[0]
-        return jnp.diagonal(left)[:outputs] + offset
+        return jax.vmap(_trace)(self._lefts(params, left))
 
     def jvp(self, linearized: Any, v: Params, output: jax.ShapeDtypeStruct) -> Array:
         features, params = linearized

@@ -24,7 +24,7 @@ register_standard(nn, nn.Dense, nn.DenseGeneral)
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A method of a module as a function of its parameters and its input."""
+    """A method of a module as a function of its parameters, its input and options."""
 
     module: nn.Module
     method: str | Callable[..., Array]
@@ -33,9 +33,9 @@ class _Call:
     def __name__(self) -> str:
         return type(self.module).__name__
 
-    def __call__(self, params: dict[str, Array], x: Array) -> Any:
+    def __call__(self, params: dict[str, Array], x: Array, **options: Any) -> Any:
         nested = traverse_util.unflatten_dict(params, sep="/")
-        return self.module.apply({"params": nested}, x, method=self.method)
+        return self.module.apply({"params": nested}, x, method=self.method, **options)
 
 
 replacements = tuple  # none
@@ -71,14 +71,15 @@ def watch() -> contextlib.AbstractContextManager:
         method = registered if is_formula else context.method_name
         call = _Call(module.clone(parent=None, name=None), method)
 
-        def normalize(params: dict[str, Array]) -> Any:
+        def rerun(params: dict[str, Array]) -> Any:
             variables = {"params": params, **state}
             made = call.module.apply(variables, *args, mutable=True, method=method, **kwargs)
             return made[0]
 
-        base, with_state = "/".join(module.path), normalize if state else None
+        base = "/".join(module.path)
+        given = list(inspect.signature(context.orig_method).bind(*args, **kwargs).arguments.items())
         return tap_registered(
-            capture, registration, base, module, own, call, run, with_state, args, kwargs
+            capture, registration, base, module, own, call, run, rerun, bool(state), given
         )
 
     return nn.intercept_methods(intercept)

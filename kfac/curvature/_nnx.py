@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from kfac.curvature._registry import (
     registrations,
     tap_registered,
 )
+from kfac.curvature._tracing import OfArrays
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -41,17 +43,17 @@ register_layer(nnx.LoRA, describe=lambda module: Generic(_low_rank))
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A method of a module as a function of its parameters (by path) and its input."""
+    """A method of a module as a function of its parameters (by path), its input and options."""
 
     graphdef: nnx.GraphDef
     method: Callable[..., Array]
     shapes: tuple[tuple[str, tuple[int, ...]], ...]  # also of parameters that are not read
     __name__: str
 
-    def __call__(self, params: dict[str, Array], x: Array) -> Array:
+    def __call__(self, params: dict[str, Array], x: Array, **options: Any) -> Array:
         whole = {path: jnp.zeros(shape) for path, shape in self.shapes} | params
         nested = traverse_util.unflatten_dict(whole, sep="/")
-        return self.method(nnx.merge(self.graphdef, nested), x)
+        return self.method(nnx.merge(self.graphdef, nested), x, **options)
 
 
 watch = contextlib.nullcontext  # what is replaced finds the capture by itself
@@ -65,6 +67,8 @@ def replacements() -> Iterator[tuple[Any, str, Callable[[Callable], Callable]]]:
 
 
 def _tapped_method(original: Callable, registration: Registration) -> Callable:
+    signature = inspect.signature(original)
+
     def method(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         run = lambda: original(module, *args, **kwargs)
         capture = current_capture()
@@ -77,15 +81,15 @@ def _tapped_method(original: Callable, registration: Registration) -> Callable:
         shapes = tuple([(path, p.shape) for path, p in params.items()])
         call = _Call(nnx.graphdef(module), original, shapes, base)
 
-        def normalize(params: dict[str, Array]) -> Any:
+        def rerun(params: dict[str, Array]) -> Any:
             twin = nnx.clone(module)
             for role, value in params.items():
                 getattr(twin, role)[...] = value
             return original(twin, *args, **kwargs)
 
-        with_state = normalize if has_state else None
+        given = list(signature.bind(module, *args, **kwargs).arguments.items())[1:]
         return tap_registered(
-            capture, registration, base, module, params, call, run, with_state, args, kwargs
+            capture, registration, base, module, params, call, run, rerun, has_state, given
         )
 
     return method
@@ -101,10 +105,8 @@ def _variables(module: nnx.Module, deep: bool) -> tuple[dict[str, Array], bool]:
     return {n: array for n, array in own.items() if array is not None}, len(own) < len(found)
 
 
-def split(
-    loss_fn: Callable, params: Any, args: tuple, has_aux: bool
-) -> tuple[Callable, Any, tuple, Callable[[Any], None]] | None:
-    """The fields of ``OfArrays``, as ``nnx.value_and_grad`` sees modules; None without any.
+def split(loss_fn: Callable, params: Any, args: tuple, has_aux: bool) -> OfArrays | None:
+    """The loss function of arrays, as ``nnx.value_and_grad`` sees modules; None without any.
 
     The state is that of all modules, such as statistics and counts of random numbers.
     """
@@ -130,4 +132,4 @@ def split(
 
     arrays = tuple([None if isinstance(arg, nnx.Pytree) else arg for arg in args])
     params = own[0] if of_params else params
-    return of_arrays, params, arrays, functools.partial(nnx.update, nodes)
+    return OfArrays(of_arrays, params, arrays, functools.partial(nnx.update, nodes))

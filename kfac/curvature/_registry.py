@@ -25,13 +25,23 @@ class Registration(NamedTuple):
     describe: Describe | None
     kind: type[Generic] | type[Scale] = Generic
 
-    def layer(self, module: Any, call: Callable, has_state: bool) -> Generic | Dense | str:
-        """The layer that ``call``, of the module's parameters and its input, is, or why none."""
+    def layer(
+        self, module: Any, call: Callable, has_state: bool, beside: dict[str, Any]
+    ) -> Generic | Dense | str:
+        """The layer that ``call``, of the module's parameters and its input, is, or why none.
+
+        ``beside`` is what else it is called with, by name.
+        """
         if self.describe is not None:
             return self.describe(module) or "its kind of call has no curvature here"
         if self.scales_features(module):
-            return Scale(fn=_scaled if has_state else call)
-        return "it holds state" if has_state else Generic(call)
+            return Scale(fn=_scaled if has_state or beside else call)
+        options = tuple(beside.items())
+        try:
+            hash(options)
+        except TypeError:
+            return f"arrays are among what it is called with beside its input: {', '.join(beside)}"
+        return "it holds state" if has_state else Generic(call, options)
 
     def scales_features(self, module: Any) -> bool:
         """Whether a module's parameters act on each feature of the last axis alone."""
@@ -116,30 +126,33 @@ def tap_registered(
     params: dict[str, Any],
     call: Callable,
     run: Callable[[], Any],
-    normalize: Callable[[dict[str, Any]], Any] | None,
-    args: tuple,
-    kwargs: dict,
+    rerun: Callable[[dict[str, Any]], Any],
+    has_state: bool,
+    given: list[tuple[str, Any]],
 ) -> Any:
     """Runs and taps a call of a Flax layer, or tells why there is none to tap.
 
     Args:
       base: what the call is called if its parameters are not known.
-      call: the method as a function of parameters and input.
+      call: the method as a function of parameters, input and options.
       run: the call itself.
-      normalize: the call with other parameters, of a module with state; None without any.
+      rerun: the call itself with other parameters.
+      has_state: whether the module holds arrays that are no parameters.
+      given: the arguments of the call by name, in the order of its signature.
     """
-    x: Any = args[0] if args else next(iter(kwargs.values()), None)
+    x: Any = given[0][1] if given else None
+    beside = {name: argument for name, argument in given[1:] if argument is not None}
     with capture.mute(registration.describe is None):
-        if normalize is not None and registration.scales_features(module):
+        if (has_state or beside) and registration.scales_features(module):
             change_nothing = {"bias": jnp.zeros_like}
-            x = normalize({n: change_nothing.get(n, jnp.ones_like)(p) for n, p in params.items()})
+            x = rerun({n: change_nothing.get(n, jnp.ones_like)(p) for n, p in params.items()})
         y = run()
-    layer = registration.layer(module, call, normalize is not None)
+    layer = registration.layer(module, call, has_state, beside)
     if not _is_array(x):
         layer = "its input is no array"
     if isinstance(layer, str):
         return capture.tap(base, None, x, y, params, reason=layer) if _is_array(y) else y
-    params = _parameters_of(layer, registration, module, call, params, x, capture)
+    params = _parameters_of(layer, registration, module, params, x, capture)
     if not isinstance(layer, Dense):
         return capture.tap(base, layer, x, y, params)
     # Contracted axes and output axes of general dense layers become one axis each.
@@ -155,7 +168,6 @@ def _parameters_of(
     layer: Dense | Generic,
     registration: Registration,
     module: Any,
-    call: Callable,
     params: dict[str, Any],
     x: Any,
     capture: Capture,
@@ -169,7 +181,7 @@ def _parameters_of(
     if isinstance(layer, Dense):
         return {name: params[name] for name in _DENSE_ROLES & params.keys()}
     with capture.mute():
-        jaxpr = jax.make_jaxpr(call)(params, x).jaxpr
+        jaxpr = jax.make_jaxpr(layer)(params, x).jaxpr
     read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
     names = zip(sorted(params), jaxpr.invars, strict=False)  # the parameters come first
     return {name: params[name] for name, variable in names if id(variable) in read}

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import posixpath
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from kfac._trees import common_parent, flatten
+from kfac._trees import flatten
 from kfac.curvature._capture import Capture, Role, Tap, scan
 from kfac.curvature._provenance import Call, Derived, Source, paths_of, read
 
@@ -36,20 +37,22 @@ def without_modules(
     """The loss function without the modules among its arguments; None if there are none."""
     if "flax.nnx" not in sys.modules:
         return None
-    nnx = importlib.import_module("kfac.curvature._nnx")
-    parts = nnx.split(loss_fn, params, args, has_aux)
-    return parts and OfArrays(*parts)
+    return importlib.import_module("kfac.curvature._nnx").split(loss_fn, params, args, has_aux)
 
 
 def record_taps(loss_fn: Callable, params: PyTree, args: tuple) -> dict[str, Tap]:
     """The tapped calls of ``loss_fn(params, *args)`` by name, in their order; nothing is run."""
     met: dict[str, Tap] = {}
+    # What is no array, such as a flag or a function, the loss gets as it is, as under `jax.grad`.
+    leaves, structure = jax.tree.flatten(args)
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")}
 
-    def traced(params: PyTree, args: tuple) -> list:
+    def traced(params: PyTree, arrays: dict[int, Any]) -> list:
+        own = structure.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
         with _watched(Capture(params, met)):
-            return jax.tree.leaves(loss_fn(params, *args))[:1]  # the loss
+            return jax.tree.leaves(loss_fn(params, *own))[:1]  # the loss
 
-    program, paths = jax.make_jaxpr(traced)(params, args), list(flatten(params))
+    program, paths = jax.make_jaxpr(traced)(params, arrays), list(flatten(params))
     calls, seen = read(program, len(paths))
     taps: dict[str, Tap] = {}
     for key, tap in met.items():
@@ -123,7 +126,8 @@ def _name(tap: Tap) -> str:
     """Where its parameters stand, if that is known and the call has no name of its own."""
     base = tap.base or "model"
     if tap.params and not tap.named:
-        parent = common_parent([role.path for role in tap.params.values()])
+        parents = [posixpath.dirname(role.path) for role in tap.params.values()]
+        parent = posixpath.commonpath(parents)
         own = parent in (tap.base, f"params/{tap.base}".rstrip("/"))
         base = base if own else parent or "model"
     return base if tap.captured else f"({base})"

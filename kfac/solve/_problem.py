@@ -128,7 +128,7 @@ def _damp(step: Step, groups: list[System], damping: Array) -> tuple[dict, dict[
     state, decay = step.state, step.options.factor_decay
     if step.options.absolute:
         return {}, {b.name: jnp.broadcast_to(damping, (b.lanes,)) for s in groups for b in s.blocks}
-    decay = decay.astype(damping.dtype) if isinstance(decay, jax.Array) else decay
+    decay = jnp.asarray(decay, damping.dtype)
     # By system and not by block: each block's own few numbers would be kernels of their own on a
     # GPU.
     traces, means = {}, []
@@ -139,10 +139,11 @@ def _damp(step: Step, groups: list[System], damping: Array) -> tuple[dict, dict[
         trace = average = system.trace(key)
         if system.form != "factors":  # whose trace is that of averages
             kept = jnp.concatenate([state.averages.traces[block.name] for block in system.blocks])
-            new = decay * kept + (1 - decay) * trace
-            trace = jnp.where(step.sound & jnp.isfinite(trace), new, kept)
-            average = trace / (1 - decay ** (state.count + 1))
-            traces |= system.by_block(trace)
+            seen = jnp.stack([trace, jnp.ones_like(trace)], axis=1)
+            taken = (step.sound & jnp.isfinite(trace))[:, None]
+            sums = jnp.where(taken, decay * kept + (1 - decay) * seen, kept)
+            average = sums[:, 0] / jnp.maximum(sums[:, 1], jnp.finfo(sums.dtype).tiny)
+            traces |= system.by_block(sums)
         means.append(average.astype(damping.dtype) / system.blocks[0].size)
     # A share of the mean eigenvalue: blocks differ by orders of magnitude, and one γ would be
     # nothing to some and all that others see.

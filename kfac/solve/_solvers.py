@@ -47,14 +47,14 @@ def lane_dot(u: Vector, v: Vector) -> Float[Array, " lane"]:
 
 def lane_axpy(scale: Float[Array, " lane"], x: Vector, y: Vector) -> Vector:
     """y + scale·x with one scale per lane."""
-    return jax.tree.map(lambda u, v: v + _beside(scale, u).astype(u.dtype) * u, x, y)
+    return jax.tree.map(lambda u, v: v + beside(scale, u).astype(u.dtype) * u, x, y)
 
 
 def _select(keep: Bool[Array, " lane"], new: Vector, old: Vector) -> Vector:
-    return jax.tree.map(lambda n, o: jnp.where(_beside(keep, n), n, o), new, old)
+    return jax.tree.map(lambda n, o: jnp.where(beside(keep, n), n, o), new, old)
 
 
-def _beside(per_lane: Array, array: Float[Array, "lane ..."]) -> Array:
+def beside(per_lane: Array, array: Float[Array, "lane ..."]) -> Array:
     """One number per lane with the axes that broadcast it over an array's."""
     return per_lane.reshape(-1, *(1,) * (array.ndim - 1))
 

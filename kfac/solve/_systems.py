@@ -55,8 +55,7 @@ class System:
     @functools.cached_property
     def packs(self) -> bool:
         """Whether vectors are matrices [V; v_b]: the solver's operations are fewer and larger."""
-        dense = all([u.layer.factored for u in self.program])
-        return dense and len({(u.layer, u.roles) for u in self.program}) == 1
+        return self.blocks[0].factored
 
     def pack(self, v: Lanes) -> PyTree[Array]:
         """A vector as the solver sees it: a matrix for dense blocks, else the parameters."""
@@ -85,10 +84,17 @@ class System:
 
     def matvec(self, v: PyTree[Array]) -> PyTree[Array]:
         """F v of every lane, for packed v."""
-        if self.form == "factors":
-            one = functools.partial(blocks.factor_product, self.program[0])
-            return jax.vmap(one)(self.params, self.state[0], self.state[1], v)
-        return self.pack(self.product(self.unpack(v)))
+        if self.form != "factors":
+            return self.pack(self.product(self.unpack(v)))
+
+        def one(params: Lane, left: Array, right: Array, matrix: Array) -> Array:
+            """Lᵀ(𝒜 L(v) 𝒢) with L the lift of the layer."""
+            layer, own = self.program[0].layer, self.program[0].own(params)
+            lifted = layer.lift(own, layer.unmatrix(own, matrix))
+            return layer.matrix(layer.project(own, left @ lifted @ right))
+
+        left, right = self.state
+        return jax.vmap(one)(self.params, left, right, v)
 
     def precondition(self, r: PyTree[Array]) -> PyTree[Array]:
         """M⁻¹ r for packed r, by the inverses of the factors; r itself where there are none."""
@@ -101,9 +107,9 @@ class System:
         )
 
     def squared_weights(self) -> Float[Array, " lane"]:
+        """‖θ‖² of every lane; of each part, since a stack would be a copy of all parameters."""
         parts = [part.params for part in self.parts or [self]]
-        # As in `precondition`: few kernels on a GPU, and no copy of all parameters on a CPU.
-        return jax.lax.platform_dependent(parts, cpu=_squares_in_parts, default=_squares)
+        return jnp.concatenate([solver.lane_dot(lanes, lanes) for lanes in parts])
 
     def derivatives(self, v: Lanes) -> Float[Array, "column example"]:
         """Each example's derivative of its loss along v, summed over an exact system's lanes."""
@@ -146,7 +152,9 @@ class System:
     def trace(self, key: Array) -> Float[Array, " lane"]:
         """tr F of every lane, by random signs (Hutchinson) where there is no closed form."""
         if self.form == "factors":
-            one = jax.vmap(functools.partial(blocks.factored_trace, self.program[0]))
+            use = self.program[0]
+            # tr Lᵀ(𝒜 ⊗ 𝒢)L: one trace for each output.
+            one = jax.vmap(lambda p, a, g: use.layer.left_traces(use.own(p), a) @ jnp.diagonal(g))
             # Of each part, since they read diagonals: a stack would be a copy of all factors.
             return jnp.concatenate([one(part.params, *part.state) for part in self.parts or [self]])
         if self.form == "exact":
@@ -199,15 +207,6 @@ def _between(
     """left · r · right of every lane; operands as narrow as the outer ones, sums as wide as r."""
     product = functools.partial(jnp.matmul, preferred_element_type=r.dtype)
     return product(product(left, r.astype(left.dtype)).astype(right.dtype), right)
-
-
-def _squares(parts: list[Lanes]) -> Float[Array, " lane"]:
-    lanes = concatenated(parts)
-    return solver.lane_dot(lanes, lanes)
-
-
-def _squares_in_parts(parts: list[Lanes]) -> Float[Array, " lane"]:
-    return jnp.concatenate([solver.lane_dot(lanes, lanes) for lanes in parts])
 
 
 def lanes_of(block: Block, flat: dict[str, Array]) -> Lanes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 
 from kfac._sharing import mean_over
 from kfac._trees import all_fit, concatenated
-from kfac.solve._solvers import Solution
+from kfac.curvature._blocks import Block
+from kfac.solve._solvers import Solution, beside
 from kfac.solve._systems import System
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ class Proposal(NamedTuple):
 
     delta: Vectors  # change of the covered parameters
     coefficients: Float[Array, " 2"]  # (α, β) of the new direction and of the last step in it
-    model: Float[Array, ""]  # predicted change of the loss
+    model: Float[Array, ""]  # predicted change of the loss by the new direction
     kl_scale: Float[Array, ""]  # factor by which the KL clip shortened it
     # of the network's xᵀF x over the sum of the layers', as the clip took it
     coherence: Float[Array, ""]
@@ -73,20 +75,18 @@ def clipped_step(
     return Proposal(delta, coefficients, model, scale, jnp.asarray(coherence, scale.dtype))
 
 
-def weight_norms(groups: list[System]) -> dict[str, Float[Array, ""]]:
-    """‖θ‖ of each block, at least that of parameters of ``_LEAST_WEIGHT``."""
+def weight_norms(groups: list[System]) -> dict[str, Float[Array, " lane"]]:
+    """‖θ‖ of each block's lanes, at least that of parameters of ``_LEAST_WEIGHT``."""
     norms = {}
     for system in groups:
-        squares = system.by_block(system.squared_weights())
-        for block in system.blocks:
-            least = _LEAST_WEIGHT * (block.lanes * block.size) ** 0.5
-            norms[block.name] = jnp.maximum(jnp.sqrt(squares[block.name].sum()), least)
+        least = _LEAST_WEIGHT * system.blocks[0].size ** 0.5
+        norms |= system.by_block(jnp.maximum(jnp.sqrt(system.squared_weights()), least))
     return norms
 
 
-def unit_norms(like: Vectors) -> dict[str, float]:
+def unit_norms(blocks: Mapping[str, Block]) -> dict[str, float]:
     """Norms of vectors whose root mean square is 1."""
-    return {name: sum([leaf.size for leaf in vectors]) ** 0.5 for name, vectors in like.items()}
+    return {name: block.size**0.5 for name, block in blocks.items()}
 
 
 def normalized_step(
@@ -97,22 +97,27 @@ def normalized_step(
     velocity: Vectors | None = None,
     momentum: Scalar = 0.0,
 ) -> Proposal:
-    """Δ = μ·(last Δ) − (1 − μ) η r x, block by block, with r = ``norms`` / ‖x‖.
+    """Δ = μ·(last Δ) − (1 − μ) η r x, layer by layer, with r = ``norms`` / ‖x‖.
 
-    Whatever the scale of its curvature, a block then changes by η times its norm at most. With the
+    Whatever the scale of its curvature, a layer then changes by η times its norm at most. With the
     norms of the parameters and momentum μ of the steps this is ``"share"``: η is a share, and
-    directions that change sign from one step to the next move a block less, as with Adam (You et
+    directions that change sign from one step to the next move a layer less, as with Adam (You et
     al., 2017, arXiv:1708.03888, section 4, with x in the place of the gradient).
     With those of root mean square 1, and x of gradients with momentum, it is ``"rms"``: η is the
     change of a parameter, as Muon's steps are scaled (Liu et al., 2025, arXiv:2502.16982).
     """
-    # All blocks in one array: each block's own scalars would be kernels of their own on a GPU.
+    # All lanes in one array: each block's own few numbers would be kernels of their own on a GPU.
     slopes, damped, squares = _forms(solved)
-    lengths = jnp.stack([jnp.asarray(norms[name], squares.dtype) for name in solved])
+    lanes = [solution.square.shape for solution in solved.values()]
+    lengths = [jnp.broadcast_to(norms[n], s) for n, s in zip(solved, lanes, strict=True)]
+    lengths = jnp.concatenate(lengths).astype(squares.dtype)
     ratios = jnp.where(squares > 0, lengths / jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
+    ends = list(itertools.accumulate([count for (count,) in lanes]))
     x: Vectors = {
-        name: tuple([(ratio * leaf).astype(leaf.dtype) for leaf in solution.x])
-        for (name, solution), ratio in zip(solved.items(), ratios, strict=True)
+        name: tuple([(beside(ratio, leaf) * leaf).astype(leaf.dtype) for leaf in solution.x])
+        for (name, solution), ratio in zip(
+            solved.items(), jnp.split(ratios, ends[:-1]), strict=True
+        )
     }
     share = jnp.asarray(momentum, rate.dtype)
     step = (1 - share) * rate
@@ -143,14 +148,12 @@ def quadratic_forms(solved: dict[str, Solution], gamma: dict[str, Array]) -> tup
     return slope, damped, fisher
 
 
-def _forms(solved: dict[str, Solution]) -> Float[Array, "3 block"]:
-    """bᵀx, xᵀ(F + γI)x and xᵀx of each block, whose lanes are summed.
+def _forms(solved: dict[str, Solution]) -> Float[Array, "3 lane"]:
+    """bᵀx, xᵀ(F + γI)x and xᵀx of the lanes of all blocks, one after the other.
 
     They need no further product: xᵀ(F + γI)x = 2 bᵀx + 2 q(x).
     """
-    slope = jnp.stack([solution.slope.sum() for solution in solved.values()])
-    model = jnp.stack([solution.model.sum() for solution in solved.values()])
-    square = jnp.stack([solution.square.sum() for solution in solved.values()])
+    slope, model, square = concatenated([(s.slope, s.model, s.square) for s in solved.values()])
     return jnp.stack([slope, 2 * (slope + model), square])
 
 

@@ -67,6 +67,12 @@ class Options:
                 "array; under optax.inject_hyperparams pass "
                 f"static_args=kfac.{type(self).__name__}.STATIC_ARGUMENTS."
             )
+        schedules = [n for n in sorted(_TRACED - {"learning_rate"}) if callable(getattr(self, n))]
+        if schedules:
+            raise ValueError(
+                f"expected {', '.join(schedules)} to be a number or an array, got a function; give "
+                "schedules of it to optax.inject_hyperparams around the optimizer."
+            )
         inf = float("inf")
         for name, least in _LEAST.items():
             value, bound = getattr(self, name), 1 if name == "factor_decay" else inf

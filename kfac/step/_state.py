@@ -41,7 +41,8 @@ class Averages(NamedTuple):
 
     Attributes:
       factors: block → Kronecker factors.
-      traces: block → tr F of each lane, for relative damping, where no factors give it.
+      traces: block → tr F of each lane and its own weight, for relative damping, where no factors
+        give it.
       weight: sum of the weights, 0 before the first step.
       coherence: Δᵀ F Δ of the network over its sum over the layers, where a clip needs it; else 0.
       inverses: block → inverses of the damped factors (no sums), refreshed now and then.
@@ -67,7 +68,7 @@ def init_state(params: PyTree[Array], owned: dict[str, Block], options: Options)
         if forms[name] == "factors":
             inverses[name] = _empty_inverses(block, factors[name], options)
         elif not options.absolute:
-            traces[name] = jnp.zeros((block.lanes,), dtype)
+            traces[name] = jnp.zeros((block.lanes, 2), dtype)
     return State(
         count=jnp.zeros((), jnp.int32),
         # Two zeros: a step that donates its state may give no buffer away twice.
@@ -130,7 +131,7 @@ class Stats:
       step, momentum: α and β.
       kl_scale: factor by which the KL clip shortened the step.
       coherence: of the network's Δᵀ F Δ over the layers', 1 where it is not measured.
-      model: predicted change of the loss.
+      model: predicted change of the loss by the new direction, without the last step's part.
       rejected: 1 where the step was refused.
       iterations: of CG in each of ``blocks``, means over their lanes; None where there are none,
         since Orbax stores no empty arrays.
@@ -157,14 +158,6 @@ class Stats:
     def arrays(self) -> list[str]:
         """Names of the fields that are no names themselves."""
         return [f.name for f in dataclasses.fields(self) if not f.metadata.get("static")]
-
-    def by_name(self) -> dict[str, Array]:
-        """Scalars by the names of ``telemetry``."""
-        scalars = {name: getattr(self, name) for name in _SCALARS}
-        for name, of in (("iterations", self.blocks), ("residual", self.measured)):
-            means = zip(of, getattr(self, name) if of else (), strict=True)
-            scalars |= {f"{name}/{block}": mean for block, mean in means}
-        return {f"{self.optimizer}/{name}": scalar for name, scalar in scalars.items()}
 
 
 _SCALARS = ("damping", "step", "momentum", "kl_scale", "coherence", "model", "rejected")
@@ -205,4 +198,11 @@ def telemetry(opt_state: PyTree[Array]) -> dict[str, Array]:
     >>> sorted(telemetry(optimizer.init(params)))[:3]
     ['kfac/coherence', 'kfac/damping', 'kfac/iterations/fc']
     """
-    return {n: scalar for stats in find_stats(opt_state) for n, scalar in stats.by_name().items()}
+    named = {}
+    for stats in find_stats(opt_state):
+        scalars = {name: getattr(stats, name) for name in _SCALARS}
+        for name, of in (("iterations", stats.blocks), ("residual", stats.measured)):
+            means = zip(of, getattr(stats, name) if of else (), strict=True)
+            scalars |= {f"{name}/{block}": mean for block, mean in means}
+        named |= {f"{stats.optimizer}/{name}": scalar for name, scalar in scalars.items()}
+    return named

@@ -206,7 +206,7 @@ def _propose(step: Step, problem: Problem, solved: dict[str, Solution]) -> lengt
     rate = options.learning_rate
     rate = jnp.asarray(rate(state.count) if callable(rate) else rate, problem.damping.dtype)
     if options.step == "rms":
-        return length.normalized_step(solved, length.unit_norms(problem.b), rate=rate)
+        return length.normalized_step(solved, length.unit_norms(step.owned), rate=rate)
     moving = {"rate": rate, "momentum": options.momentum}
     moving["velocity"] = step.to_vectors(flatten(state.velocity))
     if options.step == "share":
@@ -240,9 +240,9 @@ def _with_coherence(step: Step, problem: Problem, solved: dict[str, Solution]) -
         return jnp.where(step.sound, average, averages.coherence)
 
     if curvature.fresh is None:
-        return problem._replace(averages=averages._replace(coherence=measure()))
-    # Not jnp.where: between two curvature batches the cotangents are zeros.
-    coherence = jax.lax.cond(curvature.fresh, measure, lambda: averages.coherence)
+        coherence = measure()
+    else:  # not jnp.where: between two curvature batches the cotangents are zeros
+        coherence = jax.lax.cond(curvature.fresh, measure, lambda: averages.coherence)
     return problem._replace(averages=averages._replace(coherence=coherence))
 
 

@@ -410,3 +410,28 @@ def test_rows_of_zeros_change_no_step(layer, bias, iterations, monkeypatch):
     updates, filled = step()
     assert filled == rows + (5 if bias or layer is L1_FULL else 0)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), updates, expected)
+
+
+def test_a_kernel_with_two_biases():
+    """[x, 1, 0] and [x, 0, 1] of its two uses, which no one lift makes."""
+    params = {"w": normal(0, 3, 2), "b": normal(1, 2), "c": normal(2, 2)}
+    x, rows = normal(3, 5, 3), normal(4, 2, 5, 2)
+
+    def loss_fn(params, x, rows):
+        own = [{"kernel": params["w"], "bias": params[name]} for name in "bc"]
+        paths = [{"kernel": "w", "bias": name} for name in "bc"]
+        inputs = (x, jnp.tanh(x))
+        uses = zip(own, inputs, paths, strict=True)
+        y = [kfac.tap(kfac.Dense(), p, a, path=path) for p, a, path in uses]
+        return (y[0] * rows[:, 0] + y[1] * rows[:, 1]).sum(-1).mean(), None
+
+    (found,), curvature = matrices(loss_fn, params, x, rows.swapaxes(0, 1), [("w", "kron")])
+    left = np.zeros((5, 5))
+    for i, inputs in enumerate((np.asarray(x), np.tanh(x))):
+        features = np.concatenate([inputs, np.ones((5, 1)) * np.eye(2)[i]], axis=1)
+        left += features.T @ features / (5 * 2)
+    right = sum(g.T @ g for g in np.asarray(rows)) / 5
+    np.testing.assert_allclose(found[0], np.kron(left, right), rtol=1e-12, atol=1e-14)
+    layers = curvature.layers
+    assert not layers.blocks["w"].factored
+    kfac.kfac(1e-3, layers).init(params)

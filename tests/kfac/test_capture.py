@@ -122,6 +122,30 @@ def test_functions_that_jax_has_cached_are_traced_anew():
     check_exact_blocks(loss_fn, params, X, LABELS, blocks={"l": 1})  # taps of another trace
 
 
+def test_flags_and_functions_among_the_arguments_stay_what_they_are():
+    def loss_fn(params, x, labels, training, activation):
+        x = activation(kfac.tap(kfac.Dense(), params, x, path=""))
+        return pool(2 * x if training else x, labels)
+
+    params = {name: normal(1, *shape) for name, shape in SHAPES.items()}
+    args = X, LABELS, True, jnp.tanh
+    assert kfac.find_layers(loss_fn, params, *args).coverage == 1.0
+    function = kfac.value_grad_and_curvature(loss_fn, fisher="empirical", has_aux=True)
+    grads = jax.grad(loss_fn, has_aux=True)(params, *args)[0]
+    close(function(params, *args)[1], grads, rtol=1e-12)
+
+
+def test_networks_that_are_trained_beside_each_other_have_their_own_curvature():
+    """A vmap around the gradient of a loss that has vmaps over examples and layers itself."""
+    networks = jax.tree.map(lambda p: jnp.stack([p, -2 * p, 3 * p]), STACK)
+    function = kfac.value_grad_and_curvature(
+        vmapped_layers_in_vmapped_examples, fisher="empirical", has_aux=True
+    )
+    captured = lambda params: function(params, X, LABELS)[2].captured
+    alone = [captured(jax.tree.map(lambda p, i=i: p[i], networks)) for i in range(3)]
+    close(jax.vmap(captured)(networks), jax.tree.map(lambda *a: jnp.stack(a), *alone), rtol=1e-12)
+
+
 def test_original_scan_needs_the_other_name():
     from jax.lax import scan as kept
 
@@ -323,3 +347,19 @@ def test_layers_without_an_example_axis_are_skipped():
     layers = kfac.find_layers(loss_fn, DENSE, X)
     assert not layers.blocks
     assert "numbers the 4 examples" in layers.skipped["l"]
+
+
+@pytest.mark.parametrize(
+    ("made", "options", "message"),
+    [
+        (lambda y: (y.mean(), (y, 0)), {"fisher": "mc"}, "classes.*got tuple.*by outputs="),
+        (lambda y: (y.mean(), y[:, 0]), {"fisher": "mc"}, r"classes.*got \(4,\).*z\[:, None\]"),
+        (lambda y: (y[:, 0], y), {"fisher": "mc"}, r"a number.*got arrays of shape \(4,\)"),
+        (lambda y: (y.mean(), y), {"fisher": "empirical", "has_aux": False}, "with has_aux=True"),
+    ],
+)
+def test_losses_and_outputs_of_another_shape_are_refused(made, options, message):
+    loss_fn = lambda p, x: made(kfac.tap(kfac.Dense(), p, x, path=""))
+    function = kfac.value_grad_and_curvature(loss_fn, **{"has_aux": True} | options)
+    with pytest.raises(ValueError, match=message):
+        function({"kernel": jnp.ones((3, 3))}, X[:, 0], key=jax.random.key(0))

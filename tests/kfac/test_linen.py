@@ -145,3 +145,20 @@ def test_layers_of_equal_form_share_a_program():
     loss_fn = lambda p, x, y: cross_entropy(model.apply({"params": p}, x), y)
     first, second = kfac.find_layers(loss_fn, params, x, LABELS).blocks.values()
     assert first.program == second.program
+
+
+class Called(nn.Module):
+    """Layers that are told more in the call than their input."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.LayerNorm(**F64, name="norm")(mask=jnp.arange(4) < 3, x=x)
+        return nn.Einsum((4, 3), **F64, name="einsum")(x, "ni,io->no")
+
+
+def test_layers_that_are_called_with_more_than_their_input():
+    model, x = Called(), normal(0, 5, 4)
+    params = model.init(jax.random.key(0), x)
+    loss_fn = lambda p, x, y: cross_entropy(model.apply(p, x), y)
+    blocks = {"norm": 1, "einsum": 1}
+    check_exact_blocks(loss_fn, params, x, jnp.arange(5) % 3, blocks=blocks)

@@ -285,3 +285,25 @@ def test_adder_layer_without_a_normaliser_covers_its_offset():
     loss_fn, params = loss_of(AdderLinear(WIDTH, 3, norm=None, rngs=nnx.Rngs(0), **F64))
     (block,) = check_exact_blocks(loss_fn, params, normal(0, 3, WIDTH), LABELS).blocks.values()
     assert sorted(p.path for p in block.params) == ["bias", "kernel"]
+
+
+class Power(nnx.Module):
+    def __init__(self):
+        self.scale = nnx.Param(normal(0, WIDTH))
+
+    def __call__(self, x, power=1, shift=None):
+        return x**power * self.scale + (0 if shift is None else shift)
+
+
+@pytest.mark.parametrize("shift", [None, 0.5])
+def test_a_layer_that_is_called_with_more_than_its_input(shift):
+    kfac.register_layer(Power)
+    graphdef, params = nnx.split(Power(), nnx.Param)
+    shift = shift and jnp.asarray(shift)
+    loss_fn = lambda p, x, y: cross_entropy(nnx.merge(graphdef, p)(x, 2, shift=shift), y)
+    args = nnx.to_pure_dict(params), normal(1, 3, WIDTH), LABELS
+    if shift is None:
+        check_exact_blocks(loss_fn, *args, blocks={"model": 1})
+    else:
+        layers = kfac.find_layers(loss_fn, *args)
+        assert "beside its input: power, shift" in layers.reasons["scale"]

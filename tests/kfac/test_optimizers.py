@@ -205,7 +205,9 @@ def test_damping_is_relative_to_what_it_says(scale):
 def test_solutions_are_numpys(make, options):
     layers = found()
     optimizer = fixed(layers, make, damping=0.1, **options)
-    updates, _ = first(optimizer)
+    step, state = make_step(optimizer), optimizer.init(PARAMS)
+    for x in (X * jnp.nan, X * jnp.nan, X):  # refused steps say nothing of curvature
+        updates, state, _ = step(PARAMS, state, x, LABELS)
     for update, (a, g) in zip(joined(updates), pairs_of(), strict=True):
         if make is kfac.kfac:
             fisher = np.kron(a.T @ a / 8, g.T @ g / 8)
@@ -316,6 +318,22 @@ def test_a_share_step_is_a_share_of_each_layers_own_size():
     np.testing.assert_allclose(
         kfac.find_state(state).stats.model, -taken * along + taken**2 * along / 2, rtol=1e-9
     )
+
+
+def test_layers_of_a_scan_have_the_length_that_each_would_have_alone():
+    stack = {"kernel": normal(0, 2, 3, 3) * jnp.array([1.0, 30.0])[:, None, None]}
+
+    def scanned(params, x, labels):
+        body = lambda x, p: (jnp.tanh(kfac.tap(kfac.Dense(), p, x, path="stack")), None)
+        return cross_entropy(jax.lax.scan(body, x, params["stack"])[0], labels)
+
+    params = {"stack": stack}
+    layers = found(scanned, params)
+    for step, sizes in (("rms", [3, 3]), ("share", np.linalg.norm(stack["kernel"], axis=(1, 2)))):
+        optimizer = absolute(0.02, layers, step=step, momentum=0.0, damping=0.05)
+        updates, _ = first(optimizer, scanned, params)
+        lengths = np.linalg.norm(updates["stack"]["kernel"], axis=(1, 2))
+        np.testing.assert_allclose(lengths, 0.02 * np.asarray(sizes), rtol=1e-9)
 
 
 @pytest.mark.slow
@@ -722,6 +740,11 @@ def test_numbers_out_of_range_are_refused(make, option, value):
         make(**{option: value})
 
 
+def test_schedules_of_other_numbers_than_the_rate_are_for_inject_hyperparams():
+    with pytest.raises(ValueError, match="expected damping to be a number.*inject_hyperparams"):
+        kfac.KfacOptions(damping=optax.exponential_decay(1.0, 10, 0.5))
+
+
 def test_masks_that_leave_no_block_and_masks_that_break_one():
     params = {**PARAMS, "free": normal(8, 2)}
     layers = found(with_free_parameter, params)
@@ -814,6 +837,31 @@ def test_the_step_compiles_once_and_its_state_survives_a_checkpoint(tmp_path):
         ocp.save(tmp_path / "state", state)
         got = step(params, ocp.load(tmp_path / "state", jax.eval_shape(lambda: state)), x, LABELS)
     jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_curvature_of_another_trace_needs_no_other_program():
+    """A gradient that is not compiled is traced at every step."""
+    optimizer, traces = kfac.kfac(1e-3, found()), []
+    function = kfac.value_grad_and_curvature(network, fisher="empirical", has_aux=True)
+
+    @jax.jit
+    def update(grads, state, curvature):
+        traces.append(curvature)
+        return optimizer.update(grads, state, PARAMS, curvature=curvature)
+
+    state = optimizer.init(PARAMS)
+    for _ in range(2):
+        _, grads, curvature = function(PARAMS, X, LABELS)
+        _, state = update(grads, state, curvature)
+    assert len(traces) == 1
+
+
+def test_optax_finds_what_of_the_state_is_like_the_parameters():
+    optimizer = kfac.kfac(1e-3, found())
+    state = optax.tree_map_params(optimizer, lambda leaf: leaf + 1, optimizer.init(PARAMS))
+    found_state = kfac.find_state(state)
+    assert all(np.all(leaf == 1) for leaf in jax.tree.leaves(found_state.velocity))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(found_state.averages))
 
 
 @pytest.mark.slow

@@ -140,13 +140,3 @@ def test_the_oracle_has_all_of_its_own_decrease_and_others_have_less(problem):
         best = (g @ g) ** 2 / (g @ damped @ g) / (g @ np.linalg.solve(damped, g))
         assert row.best_share == pytest.approx(best)
         assert 0 < best < 1
-
-
-def test_the_best_length_is_the_one_of_the_lowest_loss(problem):
-    params, *_ = problem
-    update = jax.tree.map(lambda p: -p / 3, params)
-    loss_of = lambda moved: float(sum((leaf**2).sum() for leaf in jax.tree.leaves(moved)))
-    assert oracle.best_length(loss_of, params, update, (1.0, 2.0, 4.0)) == (
-        2.0,
-        pytest.approx(loss_of(params) / 9),
-    )
