@@ -68,7 +68,7 @@ def healed(parts: str, data: str | None = None) -> ml_collections.ConfigDict:
     config = teacher(data)
     config.model.update(ALL if parts == "all" else ATTENTION)
     warmup_epochs = config.num_epochs / 600
-    share = HEALING_SHARE[parts]
+    share = common.chosen(HEALING_SHARE, parts)
     if parts == "all" and data in (None, "digits"):
         share *= 1088 / 1136  # images in batches of 64, as the teacher's, and of 16 in an epoch
     config.num_epochs = round(share * config.num_epochs, 4)

@@ -50,11 +50,16 @@ def check_workdir(workdir: str) -> str:
             f"expected a directory, got {workdir!r}; mount it, and set --workdir to its path there"
         )
     place = Path(workdir).expanduser()  # shells do not, after a "="
-    for folder in (place, *place.parents):
-        if folder.exists() and not folder.is_dir():
-            raise training.RunError(
-                f"expected a directory, got a file at {folder}; choose another --workdir"
-            )
+    try:
+        files = [f for f in (place, *place.parents) if f.exists() and not f.is_dir()]
+    except OSError as error:  # that of many overrides is too long, say
+        raise training.RunError(
+            f"expected a directory, got {workdir!r}: {error.strerror}; set --workdir"
+        ) from error
+    if files:
+        raise training.RunError(
+            f"expected a directory, got a file at {files[0]}; choose another --workdir"
+        )
     return str(place)
 
 

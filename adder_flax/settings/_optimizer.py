@@ -271,7 +271,7 @@ class OptimizerSettings:
     def faults(self, where: str) -> Iterator[str]:
         """Yields what does not go together."""
         name, peak = self.name, self.learning_rate
-        if self.final_learning_rate > peak:
+        if self.schedule == "cosine" and self.final_learning_rate > peak:
             expected = f"at most {where}.learning_rate, its peak, {peak}"
             yield fault(f"{where}.final_learning_rate", expected, self.final_learning_rate)
         if name == "schedule_free_adamw" and self.schedule != "constant":

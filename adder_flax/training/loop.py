@@ -133,7 +133,12 @@ class Trainer:
                 state = checkpoints.restore(run.abstract_state)
             else:
                 state = run.init()
-            start = int(state["step"])
+            start, skipped = int(state["step"]), int(state["skipped"])
+            if skipped and run.config.non_finite == "stop":  # no step would be sound
+                raise RunError(
+                    f"expected config.non_finite='skip' of a run that has left out {skipped} "
+                    "batches, got 'stop'; set --config.non_finite=skip"
+                )
             changed = self._check_data(start)
             with (
                 MetricWriter(
@@ -238,9 +243,9 @@ class Trainer:
             raise NonFiniteLossError(
                 f"expected a finite loss and gradient, got a non-finite one at step {step} of "
                 f"{self._run.num_steps}: {self._explain_non_finite(state, step - 1)}. "
-                f"{_kept(outputs.checkpoints)}. Lower --config.optimizer.learning_rate, lengthen "
-                "--config.optimizer.warmup_epochs, or go on past such batches with "
-                "--config.non_finite=skip"
+                f"{_kept(outputs.checkpoints)}. Go on past such batches with --workdir="
+                f"{self._workdir} --config.non_finite=skip, or begin anew with a lower "
+                "--config.optimizer.learning_rate or a longer --config.optimizer.warmup_epochs"
             )
 
     def _explain_non_finite(self, state: State, index: int) -> str:

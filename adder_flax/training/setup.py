@@ -351,7 +351,8 @@ def _count_steps(settings: RunSettings, source: data.Source) -> tuple[int, int]:
             "--config.batch_size"
         )
     steps_per_epoch = len(source) // settings.batch_size
-    return steps_per_epoch, math.ceil(settings.num_epochs * steps_per_epoch)
+    # 1.1 epochs of 10 steps are 11 steps, though 1.1 × 10 is a little more in floating point.
+    return steps_per_epoch, math.ceil(round(settings.num_epochs * steps_per_epoch, 6))
 
 
 def load_split(

@@ -183,7 +183,10 @@ def make_train_step(
         return new | {"opt_state": structure.unflatten(chosen)}, {
             "loss": loss,
             "grad_norm": grad_norm,
-            "learning_rate": jnp.asarray(parts.learning_rate(state["step"]), jnp.float32),
+            # The optimizer's own count has no step that was left out.
+            "learning_rate": jnp.asarray(
+                parts.learning_rate(state["step"] - state["skipped"]), jnp.float32
+            ),
             "finite": finite,
             "task": metrics,
             "optimizer": kfac.find_stats(opt_state) if curved else [],
