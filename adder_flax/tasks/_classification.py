@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from adder_flax import data, recorder
 from adder_flax.arrays import AnyArray
+from adder_flax.data.augmentation import augment, normalize
 from adder_flax.models import Example
 from adder_flax.registry import load
 from adder_flax.settings import AugmentSettings, ClassificationSettings
@@ -75,7 +76,7 @@ class Classification(Task[ImageFacts]):
         """Returns float images and class probabilities."""
         facts = self.data_facts
         of_set: dict[str, Any] = dict(num_classes=facts.num_classes, mean=facts.mean, std=facts.std)
-        return data.augment(key, batch["image"], batch["label"], self.augmentation, **of_set)
+        return augment(key, batch["image"], batch["label"], self.augmentation, **of_set)
 
     def arguments(self, examples: tuple[AnyArray, AnyArray]) -> tuple[AnyArray]:
         return examples[:1]
@@ -94,7 +95,7 @@ class Classification(Task[ImageFacts]):
         return Outcome(losses.mean(), logits[..., None], hits)
 
     def inputs(self, batch: Batch) -> tuple[Array]:
-        return (data.normalize(batch["image"], self.data_facts.mean, self.data_facts.std),)
+        return (normalize(batch["image"], self.data_facts.mean, self.data_facts.std),)
 
     def sums(self, model: nnx.Module, batch: Batch) -> dict[str, Float[Array, ""]]:
         logits: Float[Array, "batch classes"] = model(*self.inputs(batch)).astype(jnp.float32)
