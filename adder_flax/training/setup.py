@@ -292,7 +292,10 @@ def _teacher_of_run(settings: RunSettings, workdir: str, source: data.Source) ->
         "accumulation_steps": 1,
         "batch_size": settings.batch_size,
     }
-    run = build_run(as_config(fields), load=lambda *_, **__: source)
+    seen = copy.copy(source)
+    if isinstance(seen, data.ImageSource) and fields["data"]["name"] != settings.data.name:
+        seen.statistics = data.describe(fields["data"]["name"]).statistics
+    run = build_run(as_config(fields), load=lambda *_, **__: seen)
     saved = SavedCheckpoints(Path(workdir) / "checkpoints", of=fingerprint(trained))
     variables = fetch(evaluation_params(saved.restore(run.abstract_state)), run.mesh)
     wanted, given = map(_statistics, (run.train_source, _normalized(source, settings.data)))
