@@ -58,7 +58,7 @@ def deit(mechanism: str, size: str, data: str | None = None) -> ml_collections.C
         recipe with patches that divide them, others ImageNet's.
     """
     data = data or "digits"
-    width, num_heads = settings.DEIT_SIZES[size]
+    width, num_heads = chosen(settings.DEIT_SIZES, size)
     config = ml_collections.ConfigDict(settings.defaults(settings.RunSettings))
     config.model.update(width=width, num_heads=num_heads, **chosen(MECHANISMS, mechanism))
     config.data.name = data
