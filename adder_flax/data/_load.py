@@ -9,9 +9,15 @@ import numpy as np
 
 from adder_flax.data import _digits, _folder, _hugging_face, _sequences, _webdataset  # noqa: F401
 from adder_flax.data._fake import FakeSource
-from adder_flax.data._images import EVAL_CROP_RATIO
+from adder_flax.data._images import ASPECT_RATIO_RANGE, EVAL_CROP_RATIO
 from adder_flax.data._registry import SETS, DataSet, resolve_split
-from adder_flax.data._source import DataError, ImageSource, NotPreparedError, Source
+from adder_flax.data._source import (
+    DataError,
+    EncodedSource,
+    ImageSource,
+    NotPreparedError,
+    Source,
+)
 from adder_flax.data._tfds import base_name, load_tfds, tfds_shape
 
 
@@ -22,6 +28,7 @@ def load_source(
     data_dir: str | None = None,
     image_size: int | None = None,
     crop_scale: tuple[float, float] | None = (0.08, 1.0),
+    crop_ratio: tuple[float, float] = ASPECT_RATIO_RANGE,
     eval_crop_ratio: float = EVAL_CROP_RATIO,
     on_unreadable: str = "raise",
     **own_options,
@@ -54,6 +61,7 @@ def load_source(
             whose images vary in size need it: they are resized and cropped on the host.
         crop_scale: range of the area of that crop in training, as a fraction of the image's; None
             trains on the centre.
+        crop_ratio: range of its width over its height.
         eval_crop_ratio: side of the centre of images that vary in size, over their shorter side.
         on_unreadable: ``"raise"`` stops at an image that cannot be decoded, naming it; ``"skip"``
             counts it in `Source.unreadable`, takes the next record instead in training, and leaves
@@ -80,6 +88,8 @@ def load_source(
             f"Expected image_size {side} for {name}, got {image_size}. Its images are kept in "
             "memory at that size."
         )
+    if isinstance(source, EncodedSource):
+        source.crop_ratio = crop_ratio
     if isinstance(source, ImageSource) and data_set.statistics is not None:
         source.statistics = data_set.statistics
     return source if percents is None else part_of(source, percents)

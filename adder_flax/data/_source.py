@@ -265,6 +265,7 @@ class EncodedSource(ImageSource):
         on_unreadable: str = "raise",
     ):
         super().__init__(name, split, splits)
+        self.crop_ratio = _images.ASPECT_RATIO_RANGE  # `load_source` may set another one
         self.label_names, self.image_shape = tuple(label_names), image_shape
         self.crops_on_host, self.crop_scale = crops_on_host, crop_scale
         self.eval_crop_ratio = eval_crop_ratio if crops_on_host else 1.0
@@ -338,7 +339,8 @@ class EncodedSource(ImageSource):
             return _images.decode_and_resize(encoded, self.image_shape, self._stored_size)
         if crop_seed is None or self.crop_scale is None:
             return _images.decode_and_center_crop(encoded, height, channels, self.eval_crop_ratio)
-        return _images.decode_and_random_crop(encoded, height, channels, crop_seed, self.crop_scale)
+        ranges = self.crop_scale, self.crop_ratio
+        return _images.decode_and_random_crop(encoded, height, channels, crop_seed, *ranges)
 
 
 class CachedSource(ArraySource):

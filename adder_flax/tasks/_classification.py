@@ -55,7 +55,8 @@ class Classification(Task[ImageFacts]):
 
     @classmethod
     def source_options(cls, settings: ClassificationSettings) -> dict[str, Any]:
-        return {"crop_scale": settings.resized_crop_scale}
+        scale, ratio = settings.resized_crop_scale, settings.resized_crop_ratio
+        return {"crop_scale": scale, "crop_ratio": ratio}
 
     @property
     def likelihood(self) -> str:
@@ -70,7 +71,8 @@ class Classification(Task[ImageFacts]):
         """What is done to training images: settings, without a second crop if the source crops."""
         if not self.data_facts.crops_on_host:
             return self.settings
-        return dataclasses.replace(self.settings, crop_padding=0, resized_crop_scale=None)
+        padding = 0 if self.settings.resized_crop_scale else self.settings.crop_padding
+        return dataclasses.replace(self.settings, crop_padding=padding, resized_crop_scale=None)
 
     def examples(self, key: Array, batch: Batch) -> tuple[Array, Array]:
         """Returns float images and class probabilities."""

@@ -473,6 +473,8 @@ def test_a_source_that_crops_itself_is_not_cropped_again(image_folder):
     kept, digits = done_to(source), done_to(load_source("digits", "train"))
     assert (kept.crop_padding, kept.resized_crop_scale, kept.flip_probability) == (0, None, 0.5)
     assert (digits.crop_padding, digits.resized_crop_scale) == (4, (0.08, 1.0))
+    settings = dataclasses.replace(settings, resized_crop_scale=None)  # which takes the middle
+    assert done_to(source).crop_padding == 4
 
 
 def test_settings_must_fit_the_images():
