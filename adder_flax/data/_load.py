@@ -95,14 +95,7 @@ def load_source(
     return source if percents is None else part_of(source, percents)
 
 
-def load_or_imitate(
-    name: str,
-    split: str,
-    *,
-    image_size: int | None = None,
-    eval_crop_ratio: float = EVAL_CROP_RATIO,
-    **options,
-) -> Source:
+def load_or_imitate(name: str, split: str, **options: Any) -> Source:
     """`load_source`, or where a set is not prepared here, random images in its shape.
 
     It serves to compile a run, and to look at other images with it, on a machine without the data.
@@ -113,21 +106,21 @@ def load_or_imitate(
     ((224, 224, 3), 1000, True)
     """
     try:
-        sizes = {"image_size": image_size, "eval_crop_ratio": eval_crop_ratio}
-        return load_source(name, split, **sizes, **options)
+        return load_source(name, split, **options)
     except NotPreparedError:
         known = describe(name)
         if known.image_shape is None or known.num_classes is None:
             raise
         height, width, channels = known.image_shape
-        size = height if image_size is None else image_size
-        if size is None or (image_size is None and height != width):
+        size = options.get("image_size") or (height if height == width else None)
+        if size is None:
             raise
         split = resolve_split(read_part(split)[0], ("train", "test"))
         source = FakeSource(split, (size, size, channels), known.num_classes, 1_000_000)
         source.statistics = known.statistics
         if height is None:
-            source.crops_on_host, source.eval_crop_ratio = True, eval_crop_ratio
+            source.crops_on_host = True
+            source.eval_crop_ratio = options.get("eval_crop_ratio", EVAL_CROP_RATIO)
         return source
 
 

@@ -69,11 +69,6 @@ class Run:
         return self.program.shape.mesh
 
     @property
-    def graphdef(self) -> nnx.GraphDef:
-        """The model without its arrays."""
-        return self.program.skeleton.graphdef
-
-    @property
     def abstract_state(self) -> State:
         """Shapes and shardings of the train state."""
         return self.program.abstract_state
@@ -105,10 +100,6 @@ class Run:
     def parts(self) -> Parts:
         """What its training step is made of, at the run's own numbers."""
         return self.program.parts(self.numbers)
-
-    def learning_rate(self, step: int) -> float:
-        """Returns the learning rate of a step."""
-        return float(self.parts.learning_rate(step))
 
     def batches(self, rows: Sequence[int] | np.ndarray | None = None) -> data.TrainPipeline:
         """Returns what the run trains on: given rows of each global batch, or all of them."""
@@ -355,7 +346,7 @@ def _count_steps(settings: RunSettings, source: data.Source) -> tuple[int, int]:
         )
     steps_per_epoch = len(source) // settings.batch_size
     # 1.1 epochs of 10 steps are 11 steps, though 1.1 × 10 is a little more in floating point.
-    return steps_per_epoch, math.ceil(round(settings.num_epochs * steps_per_epoch, 6))
+    return steps_per_epoch, max(1, math.ceil(round(settings.num_epochs * steps_per_epoch, 6)))
 
 
 def load_split(
