@@ -18,8 +18,6 @@ from adder_flax.registry import load
 from adder_flax.settings import AugmentSettings, ClassificationSettings
 from adder_flax.tasks._task import Batch, Best, Outcome, Task, call_to_train, register_task
 
-_ANY_LABEL = "any_label_accuracy"
-
 
 class ImageFacts(NamedTuple):
     """What classification must know of a source; see ``adder_flax.data.ImageSource``."""
@@ -55,8 +53,10 @@ class Classification(Task[ImageFacts]):
 
     @classmethod
     def source_options(cls, settings: ClassificationSettings) -> dict[str, Any]:
-        scale, ratio = settings.resized_crop_scale, settings.resized_crop_ratio
-        return {"crop_scale": scale, "crop_ratio": ratio}
+        return {
+            "crop_scale": settings.resized_crop_scale,
+            "crop_ratio": settings.resized_crop_ratio,
+        }
 
     @property
     def likelihood(self) -> str:
@@ -76,9 +76,8 @@ class Classification(Task[ImageFacts]):
 
     def examples(self, key: Array, batch: Batch) -> tuple[Array, Array]:
         """Returns float images and class probabilities."""
-        facts = self.data_facts
-        of_set: dict[str, Any] = dict(num_classes=facts.num_classes, mean=facts.mean, std=facts.std)
-        return augment(key, batch["image"], batch["label"], self.augmentation, **of_set)
+        facts, given = self.data_facts, (key, batch["image"], batch["label"], self.augmentation)
+        return augment(*given, num_classes=facts.num_classes, mean=facts.mean, std=facts.std)
 
     def arguments(self, examples: tuple[AnyArray, AnyArray]) -> tuple[AnyArray]:
         return examples[:1]
@@ -107,25 +106,19 @@ class Classification(Task[ImageFacts]):
         own = jnp.take_along_axis(logits, labels[:, None], axis=1)
         rank = (~(logits < own)).sum(-1) - 1
         mask = batch["mask"].astype(jnp.float32)
-        sums = {
-            "loss": (losses * mask).sum(),
-            "accuracy": ((rank < 1) * mask).sum(),
-            "count": mask.sum(),
-        }
+        by_image = {"loss": losses, "accuracy": rank < 1, "count": mask}
         if logits.shape[-1] > 5:  # else every answer is among five
-            sums["top5_accuracy"] = ((rank < 5) * mask).sum()
+            by_image["top5_accuracy"] = rank < 5
         if "labels" in batch:
-            sums |= {
-                "labelled": (batch["labels"].any(-1) * mask).sum(),
-                _ANY_LABEL: (is_any_label(logits, batch["labels"]) * mask).sum(),
-            }
-        return sums
+            by_image["labelled"] = batch["labels"].any(-1)
+            by_image["any_label_accuracy"] = is_any_label(logits, batch["labels"])
+        return {name: (values * mask).sum() for name, values in by_image.items()}
 
     def scores(self, sums: Mapping[str, float]) -> dict[str, float]:
         found = super().scores(sums)
-        if _ANY_LABEL in sums:
+        if "labelled" in sums:
             # Images of no class of the set say nothing of the model.
-            found[_ANY_LABEL] = sums[_ANY_LABEL] / max(sums["labelled"], 1.0)
+            found["any_label_accuracy"] = sums["any_label_accuracy"] / max(sums["labelled"], 1.0)
         return found
 
     def about(self) -> str:

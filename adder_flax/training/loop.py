@@ -20,16 +20,16 @@ from adder_flax.training.checkpoints import Checkpoints
 from adder_flax.training.diagnose import explain_non_finite
 from adder_flax.training.digests import take_digests
 from adder_flax.training.fingerprint import fingerprint
-from adder_flax.training.lock import Lock, lock_workdir
-from adder_flax.training.metrics import MetricWriter
+from adder_flax.training.metrics import DeferredMetrics, MetricWriter, Profiler, Progress
 from adder_flax.training.processes import InterruptWatch, StopVote
-from adder_flax.training.progress import DeferredMetrics, Profiler, Progress
 from adder_flax.training.setup import Run
 from adder_flax.training.skeleton import take_apart
 from adder_flax.training.step import State, evaluation_params, make_eval_step, step_keys
 from adder_flax.training.workdir import (
+    Lock,
     changed_data,
     check_jax_settings,
+    lock_workdir,
     open_workdir,
     write_config,
     write_data,
