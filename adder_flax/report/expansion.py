@@ -131,7 +131,7 @@ def second_order_along(
     # report does without.
     from adder_flax.training.sharding import put_batch
 
-    model = run.model(state["params"])
+    model: Any = run.model(state["params"])
     if hasattr(model, "loop_over_blocks"):  # there are then second derivatives of one to compile
         model.loop_over_blocks()
     looped, batches = nnx.split(model, nnx.Param)[0], run.batches()
