@@ -11,12 +11,14 @@ Datasets", 2021.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import ml_collections
 
 from adder_flax import settings
 from adder_flax.data import DataSet, describe
+from adder_flax.errors import RunError
 
 # Pixels up to which images are small.
 _SMALL_SIDE = 64
@@ -31,6 +33,20 @@ MECHANISMS = {
 }
 
 
+def chosen(choices: Mapping[str, Any], name: str) -> Any:
+    """Returns what a name behind the colon of ``--config`` stands for.
+
+    Raises:
+      RunError: it is none of the names.
+    """
+    if name not in choices:
+        raise RunError(
+            f"expected {', '.join(choices)} behind the colon of --config, got {name!r}; the header "
+            "of the experiment's file says what it takes"
+        )
+    return choices[name]
+
+
 def deit(mechanism: str, size: str, data: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration of a DeiT of one mechanism and size on one data set.
 
@@ -42,11 +58,9 @@ def deit(mechanism: str, size: str, data: str | None = None) -> ml_collections.C
         recipe with patches that divide them, others ImageNet's.
     """
     data = data or "digits"
-    if mechanism not in MECHANISMS:
-        raise ValueError(f"expected a mechanism, {', '.join(MECHANISMS)}, got {mechanism!r}")
-    width, num_heads = settings.DEIT_SIZES[size]
+    width, num_heads = chosen(settings.DEIT_SIZES, size)
     config = ml_collections.ConfigDict(settings.defaults(settings.RunSettings))
-    config.model.update(width=width, num_heads=num_heads, **MECHANISMS[mechanism])
+    config.model.update(width=width, num_heads=num_heads, **chosen(MECHANISMS, mechanism))
     config.data.name = data
     _recipe(data)(config)
     return config

@@ -16,22 +16,13 @@ from adder_flax.experiments import healing
 
 def get_config(data: str | None = None) -> ml_collections.ConfigDict:
     """Returns the comparison on a data set, ``digits`` unless given."""
-    base = healing.healed("all", data)
-    # What validation takes, the teacher did not see either. Epochs are of the share that is left,
-    # and fewer by it: arms take that share of the steps of heal_attention.py and heal_all.py.
-    base.data.train_split = "train"
-    share = 1 - healing.validation_percent(data) / 100
-    base.num_epochs = round(share * base.num_epochs, 4)
-    fields = {
-        "title": f"Adder blocks in the place of multiplicative ones, on {base.data.name}",
-        "base": base,
+    fields = healing.compared("all", data)
+    fields |= {
+        "title": f"Adder blocks in the place of multiplicative ones, on {data or 'digits'}",
         "factors": {
             "replaced": {f"{k} of {healing.DEPTH}": _first(k) for k in range(healing.DEPTH + 1)}
         },
         "baseline": {"replaced": f"0 of {healing.DEPTH}"},
-        "search": {},
-        "seeds": healing.num_seeds(data),
-        "validation_percent": healing.validation_percent(data),
     }
     return ml_collections.ConfigDict(settings.defaults(settings.CompareSettings) | fields)
 

@@ -22,12 +22,8 @@ from adder_flax.experiments import healing
 def get_config(what: str | None = None) -> ml_collections.ConfigDict:
     """Returns the comparison, of ``all`` parts on ``digits`` unless given."""
     parts, _, data = (what or "all").partition(",")
-    base = healing.healed(parts, data or None)
-    # What validation takes, the teacher did not see either. Epochs are of the share that is left,
-    # and fewer by it: arms take that share of the steps of heal_attention.py and heal_all.py.
-    base.data.train_split = "train"
-    share = 1 - healing.validation_percent(data or None) / 100
-    base.num_epochs = round(share * base.num_epochs, 4)
+    fields = healing.compared(parts, data or None)
+    base = fields["base"]
     scratch = {
         "task": {
             "begin": "random",
@@ -39,13 +35,10 @@ def get_config(what: str | None = None) -> ml_collections.ConfigDict:
         },
         "optimizer": {"learning_rate": ("log", 3e-4, 1e-2)},
     }
-    fields = {
+    fields |= {
         "title": f"Healing of {parts} on {base.data.name}",
-        "base": base,
         "factors": {"begin": {"healed": {}, "from scratch": scratch}},
         "baseline": {"begin": "from scratch"},
         "trials": 4,
-        "seeds": healing.num_seeds(data or None),
-        "validation_percent": healing.validation_percent(data or None),
     }
     return ml_collections.ConfigDict(settings.defaults(settings.CompareSettings) | fields)

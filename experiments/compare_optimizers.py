@@ -73,7 +73,7 @@ def get_config(workload: str | None = None) -> ml_collections.ConfigDict:
     else:
         mechanism, _, data = (workload or "multiplicative").partition(",")
         network, config = f"{mechanism} attention", compare_mechanisms.get_config(data or None)
-        config.base.model.update(common.MECHANISMS[mechanism])
+        config.base.model.update(common.chosen(common.MECHANISMS, mechanism))
         steps = {"fashion_mnist": 222, "cifar10": 185}.get(config.base.data.name, 170)
         if config.base.data.name != "digits":
             config.base.update(_LARGE)

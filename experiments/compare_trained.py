@@ -44,7 +44,7 @@ def get_config(data: str | None = None) -> ml_collections.ConfigDict:
     mechanisms = _MECHANISMS | (_APART if data == "digits" else {})
     fields = {
         "title": f"Attention mechanisms, trained to the end, on {data}",
-        "base": _BASES[data](),
+        "base": common.chosen(_BASES, data)(),
         "factors": {"mechanism": {name: {"model": model} for name, model in mechanisms.items()}},
         "baseline": {"mechanism": _CONTROL},
         "search": {"optimizer": {"learning_rate": ("log", *_RATES[data])}},

@@ -15,6 +15,8 @@ teacher has none.
     python -m adder_flax.experiments.healed runs/heal_attention,seed=0 runs/heal_all,seed=0
 """
 
+from typing import Any
+
 import ml_collections
 
 from adder_flax import settings, tasks
@@ -68,7 +70,7 @@ def healed(parts: str, data: str | None = None) -> ml_collections.ConfigDict:
     config = teacher(data)
     config.model.update(ALL if parts == "all" else ATTENTION)
     warmup_epochs = config.num_epochs / 600
-    share = HEALING_SHARE[parts]
+    share = common.chosen(HEALING_SHARE, parts)
     if parts == "all" and data in (None, "digits"):
         share *= 1088 / 1136  # images in batches of 64, as the teacher's, and of 16 in an epoch
     config.num_epochs = round(share * config.num_epochs, 4)
@@ -94,3 +96,13 @@ def healed(parts: str, data: str | None = None) -> ml_collections.ConfigDict:
         config.task.update(output_weight=8.0, layers_until=1.0)
         config.model.adder_options.hardtanh_slope = 4.0
     return config
+
+
+def compared(parts: str, data: str | None) -> dict[str, Any]:
+    """Returns what comparisons of healed transformers have in common, as of ``healed``."""
+    base, percent = healed(parts, data), validation_percent(data)
+    # What validation takes, the teacher did not see either. Epochs are of the share that is left,
+    # and fewer by it: arms take that share of the steps of heal_attention.py and heal_all.py.
+    base.data.train_split = "train"
+    base.num_epochs = round((1 - percent / 100) * base.num_epochs, 4)
+    return {"base": base, "seeds": num_seeds(data), "validation_percent": percent}

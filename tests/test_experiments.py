@@ -158,6 +158,19 @@ def test_the_recipe_of_deit_takes_a_mechanism_a_size_and_data():
         importlib.import_module("experiments.deit_recipe").get_config("dot,tiny")
 
 
+@pytest.mark.parametrize(
+    ("name", "argument", "among"),
+    [
+        ("compare_optimizers", "cifar10", "multiplicative, additive, adder"),
+        ("compare_trained", "mnist", "digits, fashion_mnist, cifar10"),
+        ("compare_healing", "fashion_mnist", "attention, all"),
+    ],
+)
+def test_what_no_comparison_takes_is_named_with_what_it_takes(name, argument, among):
+    with pytest.raises(RunError, match=f"expected {among} behind the colon .*got '{argument}'"):
+        importlib.import_module(f"experiments.{name}").get_config(argument)
+
+
 def test_the_half_hour_of_a_gpu_names_what_there_is_and_goes_on_where_it_was(tmp_path):
     """With a command in place of Python that notes its arguments and leaves what a run leaves."""
     (tmp_path / "python").write_text(

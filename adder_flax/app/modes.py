@@ -50,11 +50,16 @@ def check_workdir(workdir: str) -> str:
             f"expected a directory, got {workdir!r}; mount it, and set --workdir to its path there"
         )
     place = Path(workdir).expanduser()  # shells do not, after a "="
-    for folder in (place, *place.parents):
-        if folder.exists() and not folder.is_dir():
-            raise training.RunError(
-                f"expected a directory, got a file at {folder}; choose another --workdir"
-            )
+    try:
+        files = [f for f in (place, *place.parents) if f.exists() and not f.is_dir()]
+    except OSError as error:  # that of many overrides is too long, say
+        raise training.RunError(
+            f"expected a directory, got {workdir!r}: {error.strerror}; set --workdir"
+        ) from error
+    if files:
+        raise training.RunError(
+            f"expected a directory, got a file at {files[0]}; choose another --workdir"
+        )
     return str(place)
 
 
@@ -124,6 +129,11 @@ def _start_from(run: training.Run) -> tuple[training.Run, tuple[str, ...], str]:
         mean, std = run.config.data.mean, run.config.data.std
         words += f"; images normalised by mean {mean}, deviation {std}"
     return run, at_random, words
+
+
+def _run_of(config: Any, workdir: str | Path, **options: Any) -> training.Run:
+    """The run of a directory, to be looked at and not trained."""
+    return training.build_run(training.with_statistics(config, workdir), teach=False, **options)
 
 
 def _whole_state(run: training.Run, workdir: str | Path, checkpoint: str) -> tuple[Any, str]:
@@ -252,10 +262,7 @@ def evaluate(
     weights: str | None = None,
 ) -> None:
     """Scores a checkpoint, or ``config.init_from`` where there is none, on a split of the data."""
-    config = training.with_statistics(config, workdir)
-    run = training.build_run(
-        config, eval_split=split, eval_data=other_data, eval_labels=labels, teach=False
-    )
+    run = _run_of(config, workdir, eval_split=split, eval_data=other_data, eval_labels=labels)
     if weights:
         model, origin = _in_few_bits(run, workdir, weights)
         metrics = training.Evaluator(run).score(model)
@@ -286,8 +293,7 @@ def predict(
             "expected --images=FILE_OR_FOLDER with --mode=predict, got none; set it"
         )
     files = predicting.files_of(images)
-    config = training.with_statistics(config, workdir)
-    run = training.build_run(config, load=data.load_or_imitate, teach=False)
+    run = _run_of(config, workdir, load=data.load_or_imitate)
     if weights:
         model, _ = _in_few_bits(run, workdir, weights)
     else:
@@ -309,8 +315,7 @@ _CALIBRATION_EXAMPLES = 64
 def quantize(config: Any, workdir: str | Path, checkpoint: str, weights: str) -> None:
     """Writes a checkpoint's model in few bits beside the checkpoints, with what that loses."""
     _require_one_process("quantize")
-    config, bits = training.with_statistics(config, workdir), int(weights.removeprefix("int"))
-    run = training.build_run(config, teach=False)
+    run, bits = _run_of(config, workdir), int(weights.removeprefix("int"))
     state = _restore(run, workdir, checkpoint)
     params = training.fetch(training.evaluation_params(state), run.mesh)
     model, split = run.model(params), f"{run.eval_source.name}/{run.eval_source.split}"
@@ -354,8 +359,7 @@ def _calibration(run: training.Run) -> tuple[Any, ...]:
 
 def export_c(config: Any, workdir: str | Path, weights: str) -> None:
     """Writes what ``--mode=quantize`` wrote as a program in C under ``<workdir>/c``."""
-    config = training.with_statistics(config, workdir)
-    run = training.build_run(config, load=data.load_or_imitate, teach=False)
+    run = _run_of(config, workdir, load=data.load_or_imitate)
     model, origin = _in_few_bits(run, workdir, weights)
     facts, folder = run.task.data_facts, Path(workdir) / "c"
     statistics = {name: getattr(facts, name, (0.0,)) for name in ("mean", "std")}
@@ -394,8 +398,7 @@ def _require_one_process(mode: str) -> None:
 
 def export(config: Any, workdir: str | Path, checkpoint: str, names: str) -> None:
     """Writes the weights of a checkpoint, or its model, under ``<workdir>/<names>``."""
-    config = training.with_statistics(config, workdir)
-    run = training.build_run(config, teach=False)
+    run = _run_of(config, workdir)
     if names in _WHOLE and not isinstance(run.task, tasks.Classification):
         raise training.RunError(
             f"expected a run of config.task.name=classification for --names={names}, got "

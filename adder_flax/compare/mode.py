@@ -11,7 +11,7 @@ from adder_flax.compare.page import write_results
 from adder_flax.compare.run import Comparison, describe, overview, supervise, work
 from adder_flax.compare.trivial import add_trivial
 from adder_flax.errors import RunError
-from adder_flax.training.lock import HeldError, lock_workdir
+from adder_flax.training.workdir import HeldError, lock_workdir
 
 
 def run(config: Any, workdir: str | Path, workers: int) -> None:

@@ -23,8 +23,8 @@ from adder_flax.errors import RunError
 from adder_flax.extras import needs
 from adder_flax.settings import Options
 from adder_flax.tasks import TASKS
-from adder_flax.training.lock import HeldError, is_held, lock_workdir
 from adder_flax.training.processes import InterruptWatch
+from adder_flax.training.workdir import HeldError, is_held, lock_workdir
 
 with needs("train"):
     from ml_collections import ConfigDict

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from adder_flax.data._images import EVAL_CROP_RATIO, read_image, resized_side
 from adder_flax.data._label_sets import LabelSetSource, with_label_sets
-from adder_flax.data._load import describe, load_or_imitate, load_source
-from adder_flax.data._parts import shared_records
+from adder_flax.data._load import describe, load_or_imitate, load_source, shared_records
 from adder_flax.data._registry import SETS, DataSet, register_source, resolve_split
 from adder_flax.data._sequences import SequenceSource
 from adder_flax.data._source import (
@@ -20,9 +19,9 @@ from adder_flax.data._source import (
     ImageSource,
     Source,
     UnreadableRecordError,
+    channel_statistics,
     require_kind,
 )
-from adder_flax.data._statistics import channel_statistics
 
 if TYPE_CHECKING:
     from adder_flax.data._pipeline import EvalPipeline, TrainPipeline, usable_cores

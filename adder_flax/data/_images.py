@@ -102,11 +102,17 @@ def decode_and_center_crop(
 
 
 def decode_and_random_crop(
-    encoded: bytes, size: int, channels: int, seed: tuple[int, ...], scale: tuple[float, float]
+    encoded: bytes,
+    size: int,
+    channels: int,
+    seed: tuple[int, ...],
+    scale: tuple[float, float],
+    ratio: tuple[float, float] = ASPECT_RATIO_RANGE,
 ) -> UInt8[np.ndarray, "size size channel"]:
     """A random resized crop (bicubic) that is a function of the image and the seed alone."""
     image = _open(encoded)
-    left, top, width, height = random_crop_box(np.random.default_rng(seed), *image.size, scale)
+    rng = np.random.default_rng(seed)
+    left, top, width, height = random_crop_box(rng, *image.size, scale, ratio)
     full_width, full_height = image.size
     reduction = min(width, height) / size
     if reduction >= 2:
@@ -122,27 +128,31 @@ def decode_and_random_crop(
 
 
 def random_crop_box(
-    rng: np.random.Generator, width: int, height: int, scale: tuple[float, float]
+    rng: np.random.Generator,
+    width: int,
+    height: int,
+    scale: tuple[float, float],
+    ratio: tuple[float, float] = ASPECT_RATIO_RANGE,
 ) -> tuple[int, int, int, int]:
     """Draws left, top, width and height of a box, in pixels, as torchvision's `RandomResizedCrop`.
 
     The area is uniform in `scale` times the image's, the log of the aspect ratio uniform; up to ten
     draws until the box fits, then the largest central box with an aspect ratio in range.
     """
-    low, high = (math.log(ratio) for ratio in ASPECT_RATIO_RANGE)
+    low, high = map(math.log, ratio)
     for _ in range(10):
         area = width * height * rng.uniform(*scale)
-        ratio = math.exp(rng.uniform(low, high))
-        box_width, box_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        drawn = math.exp(rng.uniform(low, high))
+        box_width, box_height = round(math.sqrt(area * drawn)), round(math.sqrt(area / drawn))
         if 0 < box_width <= width and 0 < box_height <= height:
             left = int(rng.integers(0, width - box_width + 1))
             top = int(rng.integers(0, height - box_height + 1))
             return left, top, box_width, box_height
     box_width, box_height = width, height
-    if width / height < ASPECT_RATIO_RANGE[0]:
-        box_height = round(width / ASPECT_RATIO_RANGE[0])
-    elif width / height > ASPECT_RATIO_RANGE[1]:
-        box_width = round(height * ASPECT_RATIO_RANGE[1])
+    if width / height < ratio[0]:
+        box_height = max(1, round(width / ratio[0]))
+    elif width / height > ratio[1]:
+        box_width = max(1, round(height * ratio[1]))
     return (width - box_width) // 2, (height - box_height) // 2, box_width, box_height
 
 

@@ -1,13 +1,23 @@
-"""Sources by name."""
+"""Sources by name, and parts of their splits: ``train[:90%]``."""
 
+import copy
 import dataclasses
+import re
+from typing import Any
+
+import numpy as np
 
 from adder_flax.data import _digits, _folder, _hugging_face, _sequences, _webdataset  # noqa: F401
 from adder_flax.data._fake import FakeSource
-from adder_flax.data._images import EVAL_CROP_RATIO
-from adder_flax.data._parts import part_of, read_part
+from adder_flax.data._images import ASPECT_RATIO_RANGE, EVAL_CROP_RATIO
 from adder_flax.data._registry import SETS, DataSet, resolve_split
-from adder_flax.data._source import DataError, ImageSource, NotPreparedError, Source
+from adder_flax.data._source import (
+    DataError,
+    EncodedSource,
+    ImageSource,
+    NotPreparedError,
+    Source,
+)
 from adder_flax.data._tfds import base_name, load_tfds, tfds_shape
 
 
@@ -18,6 +28,7 @@ def load_source(
     data_dir: str | None = None,
     image_size: int | None = None,
     crop_scale: tuple[float, float] | None = (0.08, 1.0),
+    crop_ratio: tuple[float, float] = ASPECT_RATIO_RANGE,
     eval_crop_ratio: float = EVAL_CROP_RATIO,
     on_unreadable: str = "raise",
     **own_options,
@@ -50,6 +61,7 @@ def load_source(
             whose images vary in size need it: they are resized and cropped on the host.
         crop_scale: range of the area of that crop in training, as a fraction of the image's; None
             trains on the centre.
+        crop_ratio: range of its width over its height.
         eval_crop_ratio: side of the centre of images that vary in size, over their shorter side.
         on_unreadable: ``"raise"`` stops at an image that cannot be decoded, naming it; ``"skip"``
             counts it in `Source.unreadable`, takes the next record instead in training, and leaves
@@ -76,19 +88,14 @@ def load_source(
             f"Expected image_size {side} for {name}, got {image_size}. Its images are kept in "
             "memory at that size."
         )
+    if isinstance(source, EncodedSource):
+        source.crop_ratio = crop_ratio
     if isinstance(source, ImageSource) and data_set.statistics is not None:
         source.statistics = data_set.statistics
     return source if percents is None else part_of(source, percents)
 
 
-def load_or_imitate(
-    name: str,
-    split: str,
-    *,
-    image_size: int | None = None,
-    eval_crop_ratio: float = EVAL_CROP_RATIO,
-    **options,
-) -> Source:
+def load_or_imitate(name: str, split: str, **options: Any) -> Source:
     """`load_source`, or where a set is not prepared here, random images in its shape.
 
     It serves to compile a run, and to look at other images with it, on a machine without the data.
@@ -99,21 +106,21 @@ def load_or_imitate(
     ((224, 224, 3), 1000, True)
     """
     try:
-        sizes = {"image_size": image_size, "eval_crop_ratio": eval_crop_ratio}
-        return load_source(name, split, **sizes, **options)
+        return load_source(name, split, **options)
     except NotPreparedError:
         known = describe(name)
         if known.image_shape is None or known.num_classes is None:
             raise
         height, width, channels = known.image_shape
-        size = height if image_size is None else image_size
-        if size is None or (image_size is None and height != width):
+        size = options.get("image_size") or (height if height == width else None)
+        if size is None:
             raise
         split = resolve_split(read_part(split)[0], ("train", "test"))
         source = FakeSource(split, (size, size, channels), known.num_classes, 1_000_000)
         source.statistics = known.statistics
         if height is None:
-            source.crops_on_host, source.eval_crop_ratio = True, eval_crop_ratio
+            source.crops_on_host = True
+            source.eval_crop_ratio = options.get("eval_crop_ratio", EVAL_CROP_RATIO)
         return source
 
 
@@ -137,3 +144,71 @@ def _find(name: str) -> DataSet:
     """A registered set, or the TFDS set of this name, configuration and version included."""
     base = name if name in SETS else base_name(name)
     return SETS.get(base) if base in SETS else DataSet(base, load_tfds)
+
+
+_PART = re.compile(r"([^\[\]]+)\[(?:(\d+)%)?:(?:(\d+)%)?\]")
+
+
+def read_part(split: str) -> tuple[str, tuple[int, int] | None]:
+    """The split that a name like ``train[:90%]`` is a part of, and which percent (None for all).
+
+    >>> read_part("train[80%:]"), read_part("train")
+    (('train', (80, 100)), ('train', None))
+    """
+    found = _PART.fullmatch(split)
+    if found is None:
+        return split, None
+    low, high = int(found[2] or 0), int(found[3] or 100)
+    if not 0 <= low < high <= 100:
+        raise DataError(
+            f"Expected a part like {found[1]}[:90%], percents rising from 0 to 100, got {split!r}."
+        )
+    return found[1], (low, high)
+
+
+def part_of(source: Source, percents: tuple[int, int]) -> Source:
+    """A part of the records of a source, as a source of its own that is else what the whole is.
+
+    Records are dealt in a fixed random order, the same for every part and on every machine: what
+    lies on a disk is often sorted by class.
+    """
+    low, high = (round(len(source) * percent / 100) for percent in percents)
+    rows = np.sort(np.argsort(np.random.Philox(0).random_raw(len(source)), kind="stable")[low:high])
+    if not rows.size:
+        raise DataError(
+            f"Expected a part of {source.name}/{source.split} with a record in it, got "
+            f"{percents[0]} to {percents[1]} percent of {len(source)}. Take a larger part."
+        )
+
+    class Part(type(source)):
+        def __len__(self):
+            return len(rows)
+
+        def read(self, indices, *options):
+            return source.read(rows[indices], *options)
+
+        def file_names(self):
+            whole: Any = source  # of images
+            return [names[row] for names in [whole.file_names()] for row in rows]
+
+    part = copy.copy(source)
+    part.__class__ = Part
+    part.split = f"{source.split}[{percents[0]}%:{percents[1]}%]"
+    part.dealt = (low, high)
+    return part
+
+
+def shared_records(one: Source, other: Source) -> int:
+    """How many records two splits of one set, or parts of them, have in common.
+
+    >>> from adder_flax.data import load_source
+    >>> parts = [load_source("digits", f"train[{part}]") for part in (":50%", "40%:")]
+    >>> shared_records(*parts), shared_records(parts[0], load_source("digits", "test"))
+    (143, 0)
+    """
+    wholes = [(source.name, read_part(source.split)[0]) for source in (one, other)]
+    if wholes[0] != wholes[1]:
+        return 0
+    if one.dealt is None or other.dealt is None:
+        return min(len(one), len(other))  # one of them is the whole
+    return max(0, min(one.dealt[1], other.dealt[1]) - max(one.dealt[0], other.dealt[0]))

@@ -10,7 +10,6 @@ three-augment, colour jitter, normalisation, random erasing, Mixup or CutMix.
 """
 
 import math
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped, UInt8
 
 from adder_flax.arrays import AnyArray
 from adder_flax.data._source import DataError
-from adder_flax.data.policies import rand_augment, three_augment
+from adder_flax.data.operations import rand_augment, three_augment
 from adder_flax.settings import AugmentSettings, is_on
 
 Images = Float[Array, "batch height width channel"]
@@ -211,35 +210,6 @@ def color_jitter(
     return images
 
 
-def turn_hue(images: Images, turn: Float[AnyArray, " batch"]) -> Images:
-    """Turns the hue of images in [0, 1]; their greatest and least channels stay what they are.
-
-    With hue h in [0, 6), greatest channel v and its distance c to the least one, red, green and
-    blue of that hue are v - c max(0, min(1, k, 4 - k)) with k = (n + h) mod 6 and n = 5, 3, 1
-    (Smith, "Color gamut transform pairs", SIGGRAPH 1978, in one formula). One channel has no hue.
-
-    >>> red = jnp.array([1.0, 0.25, 0.25]).reshape(1, 1, 1, 3)
-    >>> turn_hue(red, jnp.array([1 / 3])).ravel().round(4).tolist()
-    [0.25, 1.0, 0.25]
-
-    Args:
-        images: of three channels, or of one.
-        turn: parts of the circle: 1/3 makes red green. Pillow's way, by images of hue in 256 steps,
-            is coarser.
-    """
-    if images.shape[-1] == 1:
-        return images
-    red, green, blue = jnp.moveaxis(images, -1, 0)
-    greatest = images.max(-1)
-    chroma = greatest - images.min(-1)
-    differences = jnp.stack([green - blue, blue - red, red - green])
-    differences = differences / jnp.where(chroma > 0, chroma, 1)
-    hues = [differences[0], differences[1] + 2, differences[2] + 4]
-    hue = jnp.select([greatest == red, greatest == green], hues[:2], hues[2])
-    k = (hue[..., None] + 6 * turn[:, None, None, None] + jnp.array([5.0, 3.0, 1.0])) % 6
-    return greatest[..., None] - chroma[..., None] * jnp.clip(jnp.minimum(k, 4 - k), 0, 1)
-
-
 def to_gray(images: Images) -> Float[Array, "batch height width 1"]:
     """Grey version of one or three channels, by ITU-R BT.601 as in Pillow and torchvision."""
     if images.shape[-1] == 1:
@@ -253,9 +223,8 @@ def random_erase(
     probability: float,
     scale: tuple[float, float] = (0.02, 1 / 3),
     ratio: tuple[float, float] = (0.3, 1 / 0.3),
-    value: Literal["noise", "zero"] = "noise",
 ) -> Images:
-    """Erases one random rectangle of each image with the given probability.
+    """Puts noise, N(0, 1), into a random rectangle of each image with the given probability.
 
     Source: Zhong et al., https://arxiv.org/abs/1708.04896. Images whose ten draws of a rectangle
     all overlap the border stay as they are.
@@ -266,8 +235,8 @@ def random_erase(
     top, left, box_height, box_width, found = random_boxes(uniform[1:], height, width, scale, ratio)
     inside = _box_mask(top, left, top + box_height, left + box_width, height, width)
     inside &= (found & (uniform[0] < probability))[:, None, None]
-    fill = jax.random.normal(noise_key, images.shape, images.dtype) if value == "noise" else 0.0
-    return jnp.where(inside[..., None], fill, images)
+    noise = jax.random.normal(noise_key, images.shape, images.dtype)
+    return jnp.where(inside[..., None], noise, images)
 
 
 def mix(

@@ -131,13 +131,16 @@ def second_order_along(
     # report does without.
     from adder_flax.training.sharding import put_batch
 
-    model = nnx.merge(run.graphdef, state["params"])
+    model: Any = run.model(state["params"])
     if hasattr(model, "loop_over_blocks"):  # there are then second derivatives of one to compile
         model.loop_over_blocks()
     looped, batches = nnx.split(model, nnx.Param)[0], run.batches()
     for _ in range(num_steps):
         step = int(state["step"])
-        batch, learning_rate = put_batch(batches[step], run.mesh), run.learning_rate(step)
+        batch, learning_rate = (
+            put_batch(batches[step], run.mesh),
+            float(run.parts.learning_rate(step)),
+        )
         with jax.set_mesh(run.mesh):  # as the trainer does, so that its compiled step serves
             new_state, _ = run.train_step(jax.tree.map(jnp.copy, state), batch, run.hyper)
         if step % every == 0 and learning_rate > 0:

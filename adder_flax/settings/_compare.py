@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from adder_flax.settings._declare import LONGEST_NAME, fault, is_mapping, section, setting
-from adder_flax.settings._optimizer import translated
 from adder_flax.settings._run import RunSettings
 from adder_flax.settings._use import Options
 
@@ -204,26 +203,3 @@ class CompareSettings:
             )
             got = "'eval', which is that one"
             yield fault(f"{where}.base.data.eval_split", expected, got)
-
-    @staticmethod
-    def translated(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns a comparison of an earlier version with its optimizers by today's names."""
-        old = fields.get("base", {}).get("optimizer", {})
-        if translated(old) == old:
-            return fields
-        over = {n: value for n, value in old["cg_fac"].items() if n in ("step", "curvature")}
-        return {**fields, "factors": _translated_levels(fields.get("factors", {}), over)}
-
-
-def _translated_levels(factors: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    def level(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        optimizer = fields.get("optimizer", {})
-        if optimizer.get("name") != "cg_fac":
-            return fields
-        said = {**over, **optimizer.get("cg_fac", {})}
-        return {**fields, "optimizer": translated({**optimizer, "cg_fac": said})}
-
-    return {
-        factor: {name: level(fields) for name, fields in levels.items()}
-        for factor, levels in factors.items()
-    }

@@ -121,76 +121,6 @@ def _too_large_a_share(made: KfacSettings | CgFacSettings, where: str) -> Iterat
         )
 
 
-# What an earlier version's optimizer "cg_fac" was, which had the section of the same name for both.
-_STEPS = {"trust_ratio": "share", "rms": "rms", "fixed": "clip"}
-_NAMES = {"max_iterations": "iterations", "preconditioner_interval": "inverse_interval"}
-# Fields that are no more, with what they have to be for the optimizer to be one that is.
-_GONE = {
-    "layers": "matrices",
-    "token_sharing": "expand",
-    "damping_scale": "relative",
-    "damping_interval": 0,
-    "factor_decay": 0.95,
-    "momentum": None,
-    "kl_scope": "network",
-    "reject": False,
-    "curvature": None,
-    "solver": None,
-}
-
-
-def translated(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the optimizer of a configuration of an earlier version by the names of this one.
-
-    >>> old = {"curvature": "kron", "step": "trust_ratio", "max_iterations": 0, "solver": "cg"}
-    >>> new = translated({"name": "cg_fac", "cg_fac": old})
-    >>> new["name"], new["kfac"]
-    ('kfac', {'step': 'share', 'iterations': -1})
-
-    Raises:
-      RunError: where it named an optimizer that is no more.
-    """
-    old = fields.get("cg_fac", {})
-    steps = {*_STEPS, "quadratic"} - _KFAC["damping"].keys()
-    if not isinstance(old, Mapping) or not (
-        old.get("step") in steps or old.keys() & (_NAMES.keys() | _GONE.keys() - {"solver"})
-    ):
-        return dict(fields)
-    others = {name: value for name, value in fields.items() if name != "cg_fac"}
-    if fields.get("name") != "cg_fac":
-        return others
-    step, exact = old.get("step", "trust_ratio"), old.get("curvature", "kron") == "exact"
-    momentum = {"rms": 0.95}.get(step, 0.9)
-    wanted = _GONE | {"momentum": momentum, "curvature": "exact" if exact else "kron"}
-    wanted["solver"] = solver = old.get("solver", "cg")
-    lost = [f"{n}={old[n]!r}" for n in wanted if old.get(n, wanted[n]) not in (wanted[n], -1)]
-    lost += [] if step in _STEPS else [f"step={step!r}"]
-    off = {"preconditioner_interval": not exact, "kl_clip": step == "fixed"}
-    lost += [f"{n}={old[n]!r}" for n, read in off.items() if read and old.get(n) == 0]
-    if lost:
-        raise RunError(
-            "expected the optimizer of a run of an earlier version to be one of this one, got "
-            f"cg_fac with {', '.join(lost)}; CHANGELOG.md says what there is in its place"
-        )
-    new = {_NAMES.get(n, n): value for n, value in old.items() if n not in _GONE}
-    new["step"] = _STEPS[step]
-    if new.get("iterations") == 0:
-        new["iterations"] = -1
-    if new.get("inverse_interval") == -1:
-        new["inverse_interval"] = 0
-    if solver == "inverse":
-        new["iterations"] = 0
-    if new["step"] != "clip":
-        new.pop("kl_clip", None)
-    if exact:
-        kept = {field.name for field in dataclasses.fields(CgFacSettings)}
-        new = {n: value for n, value in new.items() if n in kept} | {"solver": solver}
-        new["curvature_stride"] = new.get("curvature_stride") or 1
-        new["iterations"] = max(new.get("iterations", 0), 0)
-    name = "cg_fac" if exact else "kfac"
-    return others | {"name": name, name: new}
-
-
 @dataclasses.dataclass(frozen=True)
 class OptimizerSettings:
     """The optimizer, its schedule and its decay."""
@@ -266,12 +196,23 @@ class OptimizerSettings:
         """The section of the optimizer that takes curvature, if it is one of these."""
         return {"kfac": self.kfac, "cg_fac": self.cg_fac}.get(self.name)
 
-    translated = staticmethod(translated)
+    @staticmethod
+    def translated(fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns an optimizer of version 0.1.0 without its section cg_fac, which was another."""
+        old = fields.get("cg_fac", {})
+        if not isinstance(old, Mapping) or "max_iterations" not in old:
+            return dict(fields)
+        if fields.get("name") == "cg_fac":
+            raise RunError(
+                "expected an optimizer of this version, got cg_fac of version 0.1.0; "
+                "CHANGELOG.md says what there is in its place"
+            )
+        return {name: value for name, value in fields.items() if name != "cg_fac"}
 
     def faults(self, where: str) -> Iterator[str]:
         """Yields what does not go together."""
         name, peak = self.name, self.learning_rate
-        if self.final_learning_rate > peak:
+        if self.schedule == "cosine" and self.final_learning_rate > peak:
             expected = f"at most {where}.learning_rate, its peak, {peak}"
             yield fault(f"{where}.final_learning_rate", expected, self.final_learning_rate)
         if name == "schedule_free_adamw" and self.schedule != "constant":

@@ -12,12 +12,11 @@ from jaxtyping import Array, Bool, Float
 
 from adder_flax import data, recorder
 from adder_flax.arrays import AnyArray
+from adder_flax.data.augmentation import augment, normalize
 from adder_flax.models import Example
 from adder_flax.registry import load
 from adder_flax.settings import AugmentSettings, ClassificationSettings
 from adder_flax.tasks._task import Batch, Best, Outcome, Task, call_to_train, register_task
-
-_ANY_LABEL = "any_label_accuracy"
 
 
 class ImageFacts(NamedTuple):
@@ -54,7 +53,10 @@ class Classification(Task[ImageFacts]):
 
     @classmethod
     def source_options(cls, settings: ClassificationSettings) -> dict[str, Any]:
-        return {"crop_scale": settings.resized_crop_scale}
+        return {
+            "crop_scale": settings.resized_crop_scale,
+            "crop_ratio": settings.resized_crop_ratio,
+        }
 
     @property
     def likelihood(self) -> str:
@@ -69,13 +71,13 @@ class Classification(Task[ImageFacts]):
         """What is done to training images: settings, without a second crop if the source crops."""
         if not self.data_facts.crops_on_host:
             return self.settings
-        return dataclasses.replace(self.settings, crop_padding=0, resized_crop_scale=None)
+        padding = 0 if self.settings.resized_crop_scale else self.settings.crop_padding
+        return dataclasses.replace(self.settings, crop_padding=padding, resized_crop_scale=None)
 
     def examples(self, key: Array, batch: Batch) -> tuple[Array, Array]:
         """Returns float images and class probabilities."""
-        facts = self.data_facts
-        of_set: dict[str, Any] = dict(num_classes=facts.num_classes, mean=facts.mean, std=facts.std)
-        return data.augment(key, batch["image"], batch["label"], self.augmentation, **of_set)
+        facts, given = self.data_facts, (key, batch["image"], batch["label"], self.augmentation)
+        return augment(*given, num_classes=facts.num_classes, mean=facts.mean, std=facts.std)
 
     def arguments(self, examples: tuple[AnyArray, AnyArray]) -> tuple[AnyArray]:
         return examples[:1]
@@ -94,7 +96,7 @@ class Classification(Task[ImageFacts]):
         return Outcome(losses.mean(), logits[..., None], hits)
 
     def inputs(self, batch: Batch) -> tuple[Array]:
-        return (data.normalize(batch["image"], self.data_facts.mean, self.data_facts.std),)
+        return (normalize(batch["image"], self.data_facts.mean, self.data_facts.std),)
 
     def sums(self, model: nnx.Module, batch: Batch) -> dict[str, Float[Array, ""]]:
         logits: Float[Array, "batch classes"] = model(*self.inputs(batch)).astype(jnp.float32)
@@ -104,25 +106,19 @@ class Classification(Task[ImageFacts]):
         own = jnp.take_along_axis(logits, labels[:, None], axis=1)
         rank = (~(logits < own)).sum(-1) - 1
         mask = batch["mask"].astype(jnp.float32)
-        sums = {
-            "loss": (losses * mask).sum(),
-            "accuracy": ((rank < 1) * mask).sum(),
-            "count": mask.sum(),
-        }
+        by_image = {"loss": losses, "accuracy": rank < 1, "count": mask}
         if logits.shape[-1] > 5:  # else every answer is among five
-            sums["top5_accuracy"] = ((rank < 5) * mask).sum()
+            by_image["top5_accuracy"] = rank < 5
         if "labels" in batch:
-            sums |= {
-                "labelled": (batch["labels"].any(-1) * mask).sum(),
-                _ANY_LABEL: (is_any_label(logits, batch["labels"]) * mask).sum(),
-            }
-        return sums
+            by_image["labelled"] = batch["labels"].any(-1)
+            by_image["any_label_accuracy"] = is_any_label(logits, batch["labels"])
+        return {name: (values * mask).sum() for name, values in by_image.items()}
 
     def scores(self, sums: Mapping[str, float]) -> dict[str, float]:
         found = super().scores(sums)
-        if _ANY_LABEL in sums:
+        if "labelled" in sums:
             # Images of no class of the set say nothing of the model.
-            found[_ANY_LABEL] = sums[_ANY_LABEL] / max(sums["labelled"], 1.0)
+            found["any_label_accuracy"] = sums["any_label_accuracy"] / max(sums["labelled"], 1.0)
         return found
 
     def about(self) -> str:

@@ -1,7 +1,7 @@
 """Checkpoints of a run: the only module that calls Orbax.
 
 A checkpoint is the train state as plain nested dicts under ``<workdir>/checkpoints/<step>``. The
-newest ones and the one with the best score are kept. Writing happens on a background thread. Beside
+newest one and the one with the best score are kept. Writing happens on a background thread. Beside
 Orbax's own facts a checkpoint holds a record, committed with it: the digest of every array, by
 which a restored state is known to be the one that was saved, and the score of the task, larger is
 better.
@@ -179,7 +179,6 @@ class Checkpoints(SavedCheckpoints):
 
     Args:
       directory: created if it does not exist.
-      keep_last: how many of the newest are kept beside the best one.
       of: facts that make a run this one, saved with every checkpoint.
 
     Example:
@@ -191,11 +190,8 @@ class Checkpoints(SavedCheckpoints):
       [7]
     """
 
-    def __init__(
-        self, directory: str | Path, *, keep_last: int = 1, of: Mapping[str, Any] | None = None
-    ):
+    def __init__(self, directory: str | Path, *, of: Mapping[str, Any] | None = None):
         super().__init__(directory, of=of)
-        self._keep_last = keep_last
         self._newest: int | None = None  # that this process saved
         self._scores: dict[int, float | None] = {}
         self._unknown: set[int] = set()
@@ -264,7 +260,7 @@ class Checkpoints(SavedCheckpoints):
             return
         scored = [(score, step) for step in steps if (score := self._scores.get(step)) is not None]
         best = {step for _, step in sorted(scored)[-1:]}
-        for step in set(steps) - {*steps[-self._keep_last :]} - best - self._unknown:
+        for step in set(steps[:-1]) - best - self._unknown:
             # Whoever reads it meanwhile finds all of it or nothing.
             going = (self._directory / str(step)).rename(self._directory / f"{step}{_GOING}")
             self._removing.submit(shutil.rmtree, going, ignore_errors=True)

@@ -16,6 +16,9 @@ OPERATIONAL_FIELDS = (
     "profile_steps",
     "topology",
     "data.data_dir",
+    # What a run had computed before it met something broken is the same.
+    "data.on_unreadable",
+    "non_finite",
 )
 """How a run is executed, not what it computes: these may change between two starts of one run."""
 

@@ -20,16 +20,16 @@ from adder_flax.training.checkpoints import Checkpoints
 from adder_flax.training.diagnose import explain_non_finite
 from adder_flax.training.digests import take_digests
 from adder_flax.training.fingerprint import fingerprint
-from adder_flax.training.lock import Lock, lock_workdir
-from adder_flax.training.metrics import MetricWriter
+from adder_flax.training.metrics import DeferredMetrics, MetricWriter, Profiler, Progress
 from adder_flax.training.processes import InterruptWatch, StopVote
-from adder_flax.training.progress import DeferredMetrics, Profiler, Progress
 from adder_flax.training.setup import Run
 from adder_flax.training.skeleton import take_apart
 from adder_flax.training.step import State, evaluation_params, make_eval_step, step_keys
 from adder_flax.training.workdir import (
+    Lock,
     changed_data,
     check_jax_settings,
+    lock_workdir,
     open_workdir,
     write_config,
     write_data,
@@ -133,7 +133,12 @@ class Trainer:
                 state = checkpoints.restore(run.abstract_state)
             else:
                 state = run.init()
-            start = int(state["step"])
+            start, skipped = int(state["step"]), int(state["skipped"])
+            if skipped and run.config.non_finite == "stop":  # no step would be sound
+                raise RunError(
+                    f"expected config.non_finite='skip' of a run that has left out {skipped} "
+                    "batches, got 'stop'; set --config.non_finite=skip"
+                )
             changed = self._check_data(start)
             with (
                 MetricWriter(
@@ -238,9 +243,9 @@ class Trainer:
             raise NonFiniteLossError(
                 f"expected a finite loss and gradient, got a non-finite one at step {step} of "
                 f"{self._run.num_steps}: {self._explain_non_finite(state, step - 1)}. "
-                f"{_kept(outputs.checkpoints)}. Lower --config.optimizer.learning_rate, lengthen "
-                "--config.optimizer.warmup_epochs, or go on past such batches with "
-                "--config.non_finite=skip"
+                f"{_kept(outputs.checkpoints)}. Go on past such batches with --workdir="
+                f"{self._workdir} --config.non_finite=skip, or begin anew with a lower "
+                "--config.optimizer.learning_rate or a longer --config.optimizer.warmup_epochs"
             )
 
     def _explain_non_finite(self, state: State, index: int) -> str:

@@ -171,7 +171,6 @@ class Program:
         return Parts(
             seed=numbers["seed"],
             examples=task.examples,
-            arguments=task.arguments,
             loss=make_loss_fn(
                 skeleton,
                 task,

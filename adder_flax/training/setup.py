@@ -69,11 +69,6 @@ class Run:
         return self.program.shape.mesh
 
     @property
-    def graphdef(self) -> nnx.GraphDef:
-        """The model without its arrays."""
-        return self.program.skeleton.graphdef
-
-    @property
     def abstract_state(self) -> State:
         """Shapes and shardings of the train state."""
         return self.program.abstract_state
@@ -105,10 +100,6 @@ class Run:
     def parts(self) -> Parts:
         """What its training step is made of, at the run's own numbers."""
         return self.program.parts(self.numbers)
-
-    def learning_rate(self, step: int) -> float:
-        """Returns the learning rate of a step."""
-        return float(self.parts.learning_rate(step))
 
     def batches(self, rows: Sequence[int] | np.ndarray | None = None) -> data.TrainPipeline:
         """Returns what the run trains on: given rows of each global batch, or all of them."""
@@ -292,7 +283,10 @@ def _teacher_of_run(settings: RunSettings, workdir: str, source: data.Source) ->
         "accumulation_steps": 1,
         "batch_size": settings.batch_size,
     }
-    run = build_run(as_config(fields), load=lambda *_, **__: source)
+    seen = copy.copy(source)
+    if isinstance(seen, data.ImageSource) and fields["data"]["name"] != settings.data.name:
+        seen.statistics = data.describe(fields["data"]["name"]).statistics
+    run = build_run(as_config(fields), load=lambda *_, **__: seen)
     saved = SavedCheckpoints(Path(workdir) / "checkpoints", of=fingerprint(trained))
     variables = fetch(evaluation_params(saved.restore(run.abstract_state)), run.mesh)
     wanted, given = map(_statistics, (run.train_source, _normalized(source, settings.data)))
@@ -351,7 +345,8 @@ def _count_steps(settings: RunSettings, source: data.Source) -> tuple[int, int]:
             "--config.batch_size"
         )
     steps_per_epoch = len(source) // settings.batch_size
-    return steps_per_epoch, math.ceil(settings.num_epochs * steps_per_epoch)
+    # 1.1 epochs of 10 steps are 11 steps, though 1.1 × 10 is a little more in floating point.
+    return steps_per_epoch, max(1, math.ceil(round(settings.num_epochs * steps_per_epoch, 6)))
 
 
 def load_split(

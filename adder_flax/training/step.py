@@ -41,7 +41,6 @@ class Parts(NamedTuple):
     Attributes:
       seed: of all that is random.
       examples: ``(key, batch) → examples``, a tree of arrays with the batch axis first.
-      arguments: examples → what the model is called with.
       loss: ``(params, examples, key, model_state) → Outcome``, with dropout.
       optimizer: an optax transformation that includes the learning rate; one that takes curvature
         is given it.
@@ -53,7 +52,6 @@ class Parts(NamedTuple):
 
     seed: int | Array
     examples: Callable[[Array, Batch], Any]
-    arguments: Callable[[Any], tuple[Array, ...]]
     loss: Callable[..., Outcome]
     optimizer: optax.GradientTransformation | CurvatureOptimizer
     learning_rate: optax.Schedule
@@ -183,7 +181,10 @@ def make_train_step(
         return new | {"opt_state": structure.unflatten(chosen)}, {
             "loss": loss,
             "grad_norm": grad_norm,
-            "learning_rate": jnp.asarray(parts.learning_rate(state["step"]), jnp.float32),
+            # The optimizer's own count has no step that was left out.
+            "learning_rate": jnp.asarray(
+                parts.learning_rate(state["step"] - state["skipped"]), jnp.float32
+            ),
             "finite": finite,
             "task": metrics,
             "optimizer": kfac.find_stats(opt_state) if curved else [],

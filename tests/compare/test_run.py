@@ -30,7 +30,7 @@ from adder_flax.compare.table import rows_of
 from adder_flax.errors import RunError
 from adder_flax.experiment import load_experiment
 from adder_flax.training import Evaluator, SavedCheckpoints, build_run, evaluation_params
-from adder_flax.training.lock import lock_workdir
+from adder_flax.training.workdir import lock_workdir
 from tests.compare.tiny import make_config, page_of_records
 
 FACTORS = {

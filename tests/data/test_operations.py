@@ -1,8 +1,6 @@
 """Operations on images against Pillow on photographs, hue against colorsys, and the draws against
 those of timm."""
 
-import colorsys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +8,15 @@ import pytest
 from PIL import Image, ImageFilter
 
 from adder_flax.data import augment
-from adder_flax.data.augmentation import turn_hue
-from adder_flax.data.operations import OPERATIONS, choose_operation, gaussian_blur, grayscale
-from adder_flax.data.policies import draw_layer, operation_arguments, three_augment
+from adder_flax.data.operations import (
+    OPERATIONS,
+    choose_operation,
+    draw_layer,
+    gaussian_blur,
+    grayscale,
+    operation_arguments,
+    three_augment,
+)
 from adder_flax.settings import AugmentSettings
 from tests.data import pillow
 from tests.data.pillow import FILL, PILLOW
@@ -69,15 +73,6 @@ def test_blur_and_grey_are_pillows(photographs):
         image = Image.fromarray(image)
         assert (soft == np.asarray(image.filter(ImageFilter.GaussianBlur(float(radius))))).all()
         assert (grey == np.asarray(image.convert("L").convert("RGB"))).all()
-
-
-def test_hue_turns_as_in_colorsys(photographs):
-    images, turns = photographs[:, ::8, ::8] / np.float32(255), np.linspace(-0.5, 0.5, 8)
-    got = np.asarray(jax.jit(turn_hue)(images, turns.astype(np.float32)))
-    for image, turn, result in zip(images.astype(float), turns, got, strict=True):
-        hsv = [colorsys.rgb_to_hsv(*pixel) for pixel in image.reshape(-1, 3)]
-        expected = [colorsys.hsv_to_rgb((hue + turn) % 1, *rest) for hue, *rest in hsv]
-        np.testing.assert_allclose(result.reshape(-1, 3), expected, atol=2e-6)
 
 
 def test_magnitudes_mean_what_they_mean_in_timm():

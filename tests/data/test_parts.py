@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from adder_flax.data import DataError, EvalPipeline, SequenceSource, TrainPipeline, load_source
-from adder_flax.data._parts import part_of, read_part, shared_records
+from adder_flax.data._load import part_of, read_part, shared_records
 
 
 def _images(source):

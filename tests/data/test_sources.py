@@ -29,6 +29,8 @@ from adder_flax.data._images import (
     decode_and_resize,
     random_crop_box,
 )
+from adder_flax.settings import ClassificationSettings
+from adder_flax.tasks import Classification
 from adder_flax.training import other_records
 from tests.data.files import encode, smooth_image
 from tests.processes import run_code
@@ -194,6 +196,19 @@ def test_random_crop_up_to_the_edges_of_a_reduced_jpeg():
     for width in range(97, 131):
         encoded = encode(smooth_image(3 * width, width), "jpeg")
         assert decode_and_random_crop(encoded, 10, 3, (0,), (1.0, 1.0)).shape == (10, 10, 3)
+
+
+def test_photographs_are_cropped_with_the_ratio_that_a_run_says(load_folder, image_folder):
+    scale, ratio, seed = (0.2, 0.3), (2.0, 2.0), (3, 1)
+    settings = ClassificationSettings(resized_crop_scale=scale, resized_crop_ratio=ratio)
+    source = load_folder(**Classification.source_options(settings))
+    image = Image.open(image_folder / "train" / "ant" / "0.png").convert("RGB")
+    rng = np.random.default_rng(seed)
+    left, top, width, height = random_crop_box(rng, *image.size, scale, ratio)
+    assert abs(width - 2 * height) <= 1
+    box = (left, top, left + width, top + height)
+    expected = np.asarray(image.resize((8, 8), Image.BICUBIC, box=box))
+    assert (source.read(np.array([0]), [seed])[0]["image"][0] == expected).all()
 
 
 def test_random_crop_boxes_have_the_right_distribution():

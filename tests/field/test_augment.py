@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from adder_flax.data.policies import rand_augment
+from adder_flax.data.operations import rand_augment
 from adder_flax.settings import AugmentSettings
 
 PHOTOGRAPHS = np.random.default_rng(0).integers(100, 256, (512, 2, 2, 1), np.uint8)

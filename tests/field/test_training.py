@@ -104,7 +104,6 @@ def test_parts_with_unequal_numbers_of_positions_are_the_whole_batch(sequences, 
     parts = Parts(
         seed=0,
         examples=lambda key, batch: batch,
-        arguments=lambda examples: (examples["rows"],),
         loss=masked_loss,
         optimizer=optimizer,
         learning_rate=lambda step: 0.0,
@@ -145,7 +144,6 @@ def test_curvature_is_that_of_the_real_positions(sequences, stride):
     parts = Parts(
         seed=0,
         examples=lambda key, batch: batch,
-        arguments=lambda examples: (examples["rows"],),
         loss=masked_loss,
         optimizer=optimizer,
         learning_rate=lambda step: 0.0,
@@ -198,7 +196,6 @@ def make(optimizer, model=None, ema_decay=0.0, **options):
             batch["image"].astype(jnp.float32) / 255,
             jax.nn.one_hot(batch["label"], 4),
         ),
-        arguments=lambda examples: examples[:1],
         loss=make_loss_fn(skeleton, task),
         optimizer=optimizer,
         learning_rate=lambda step: 0.0,

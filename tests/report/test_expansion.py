@@ -90,7 +90,7 @@ def test_steps_are_those_of_training(mechanism):
     assert int(state["step"]) == 0
     assert [step.step for step in steps] == [0, 1, 2]
     for step in steps:
-        assert step.learning_rate == pytest.approx(run.learning_rate(step.step))
+        assert step.learning_rate == pytest.approx(float(run.parts.learning_rate(step.step)))
         assert step.change == pytest.approx(step.odd + step.even, abs=1e-5)
         # Small steps: the expansion gives the change of the loss.
         near = 0.03 * abs(step.odd) + 1e-5

@@ -45,60 +45,12 @@ def test_what_follows_another_field_is_written_down(step, expected):
     assert read(RunSettings, config).optimizer.kfac.damping == 3.0
 
 
-OLD = {
-    "curvature": "kron",
-    "solver": "cg",
-    "step": "trust_ratio",
-    "max_iterations": 0,
-    "preconditioner_interval": -1,
-    "momentum": -1.0,
-    "damping": 0.0,
-    "learning_rate": 0.0,
-    "curvature_interval": 0,
-    "kl_clip": 3e-3,
-}
-
-
-@pytest.mark.parametrize(
-    ("fields", "name", "expected"),
-    [
-        ({}, "kfac", {"step": "share", "iterations": 2, "inverse_interval": 10, "damping": 0.1}),
-        ({"step": "rms", "momentum": 0.95}, "kfac", {"step": "rms", "curvature_interval": 1}),
-        ({"step": "rms", "solver": "inverse"}, "kfac", {"step": "rms", "iterations": 0}),
-        ({"step": "fixed", "kl_clip": 7e-3}, "kfac", {"step": "clip", "kl_clip": 7e-3}),
-        ({"max_iterations": 7}, "kfac", {"iterations": 7}),
-        (
-            {"curvature": "exact", "step": "fixed", "max_iterations": 9, "solver": "dual"},
-            "cg_fac",
-            {"step": "clip", "iterations": 9, "solver": "dual", "curvature_stride": 1},
-        ),
-    ],
-)
-def test_an_earlier_versions_cg_fac_is_the_optimizer_that_ran(fields, name, expected):
-    config = defaults(RunSettings)
-    config["optimizer"] |= {"name": "cg_fac", "cg_fac": OLD | fields}
-    written = completed(RunSettings, config)
-    assert written["optimizer"]["name"] == name
-    section = written["optimizer"][name]
-    assert {field: section[field] for field in expected} == expected
-    assert completed(RunSettings, written) == written
-    read(RunSettings, written)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"step": "quadratic"},
-        {"curvature": "token"},
-        {"step": "fixed", "kl_clip": 0.0},
-        {"preconditioner_interval": 0},
-    ],
-)
-def test_an_earlier_versions_optimizer_that_is_no_more_is_named(fields):
-    config = {"optimizer": {"name": "cg_fac", "cg_fac": OLD | fields}}
-    name, value = list(fields.items())[-1]
-    with pytest.raises(RunError, match=f"got cg_fac with {name}={value!r}; CHANGELOG"):
-        completed(RunSettings, config)
+def test_the_section_of_version_0_1_0_is_left_out_unless_it_is_read():
+    old = {"curvature": "kron", "max_iterations": 0, "momentum": -1.0, "kl_clip": 3e-3}
+    written = completed(RunSettings, {"optimizer": {"name": "muon", "cg_fac": old}})
+    assert written["optimizer"]["cg_fac"] == defaults(RunSettings)["optimizer"]["cg_fac"]
+    with pytest.raises(RunError, match="got cg_fac of version 0.1.0; CHANGELOG"):
+        completed(RunSettings, {"optimizer": {"name": "cg_fac", "cg_fac": old}})
 
 
 def test_what_nothing_reads_is_at_its_default():

@@ -139,6 +139,15 @@ class _Named:
     size: int = settings.setting(1, "of the toy", ge=1, le=3)
 
 
+def test_a_constant_rate_has_no_end_to_be_below():
+    config = settings.defaults(RunSettings)
+    config["optimizer"] |= {"schedule": "constant", "learning_rate": 1e-6}
+    assert read(RunSettings, config).optimizer.learning_rate == 1e-6
+    config["optimizer"]["schedule"] = "cosine"
+    with pytest.raises(RunError, match="final_learning_rate: expected at most"):
+        read(RunSettings, config)
+
+
 def test_every_field_has_a_reason_and_a_default_that_its_rule_accepts():
     read(RunSettings, settings.defaults(RunSettings))
     for path, declared in settings.declarations(RunSettings):

@@ -1,6 +1,7 @@
 """Distillation: the loss against NumPy, teachers of every kind in one process, a student that
 follows its teacher."""
 
+import dataclasses
 import json
 
 import jax
@@ -145,6 +146,22 @@ def test_a_run_teaches_and_its_files_are_read_again_to_resume(teacher_run, tmp_p
     assert {"train/teacher_loss", "train/teacher_agreement"} <= rows[0].keys()
     # None of the teacher's:
     assert not [leaf for leaf in jax.tree.leaves(first.state) if leaf.shape == (3, 3, 1, 4)]
+
+
+@pytest.mark.slow
+def test_a_teacher_of_another_set_sees_images_normalised_as_it_learned_them(teacher_run):
+    workdir, result = teacher_run
+    digits = data.describe("digits")
+    own = dataclasses.replace(digits, name="other_digits", statistics=((0.2,), (0.5,)))
+    with data.SETS.temporary():
+        data.register_source(own)
+        run = training.build_run(taught_by(workdir, **{"data.name": "other_digits"}))
+        images, _, taught = run.task.examples(jax.random.key(0), run.train_source.first(4))
+    teacher = models.ConvNet((4, 8), in_channels=1, num_classes=10, rngs=nnx.Rngs(1))
+    nnx.update(teacher, training.evaluation_params(result.state))
+    ((mean,), (std,)) = digits.statistics
+    expected = teacher((images * 0.5 + 0.2 - mean) / std)
+    np.testing.assert_allclose(taught, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

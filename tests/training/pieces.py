@@ -34,7 +34,6 @@ def make_parts(graphdef, augment, optimizer=None, ema_decay=0.0):
     parts = Parts(
         seed=SEED,
         examples=lambda key, batch: augment(key, batch["image"], batch["label"]),
-        arguments=lambda examples: examples[:1],
         loss=make_loss_fn(Skeleton(graphdef), Classification(ClassificationSettings(), None)),
         optimizer=optimizer,
         learning_rate=lambda step: 0.0,

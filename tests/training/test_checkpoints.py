@@ -28,7 +28,7 @@ ABSTRACT = jax.eval_shape(lambda: make_state(0))
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     directory = tmp_path_factory.mktemp("saved") / "checkpoints"
-    with Checkpoints(directory, keep_last=2) as checkpoints:
+    with Checkpoints(directory) as checkpoints:
         for step, score in ((1, 0.9), (2, 0.5)):
             checkpoints.save(step, make_state(step), score=score)
     return directory
@@ -106,7 +106,7 @@ def test_a_checkpoint_that_the_trainer_deletes_meanwhile_is_not_missed(
 
 def test_what_is_set_aside_never_replaces_what_was(directory):
     for attempt in range(3):
-        with Checkpoints(directory, keep_last=2) as checkpoints:
+        with Checkpoints(directory) as checkpoints:
             flip(data_of(directory / "2"), 900 + attempt)
             assert same(checkpoints.restore(ABSTRACT), 1)
             checkpoints.save(2, make_state(2), score=0.5)

@@ -5,7 +5,7 @@ import pytest
 from adder_flax import training
 from adder_flax.app import modes
 from adder_flax.report import figures
-from adder_flax.training import RunError
+from adder_flax.training import RunError, fingerprint
 from tests.data.files import encode, smooth_image
 
 
@@ -31,6 +31,9 @@ def test_an_undecodable_image_stops_the_run_with_its_name(folder_config, tmp_pat
     said = r"readable image in record 21 .*bird/7.png.*--config.data.on_unreadable=skip"
     with pytest.raises(RunError, match=said):
         modes.train(folder_config, tmp_path / "run")
+    begun = fingerprint(folder_config)
+    folder_config.data.on_unreadable = "skip"  # goes on with it, as the message says
+    assert fingerprint(folder_config) == begun
 
 
 @pytest.mark.slow

@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from adder_flax.errors import RunError
-from adder_flax.training.lock import is_held, lock_workdir
+from adder_flax.training.workdir import is_held, lock_workdir
 from tests.processes import ROOT, simulated_devices
 
 _HOLD = """
 import sys, time
-from adder_flax.training.lock import lock_workdir
+from adder_flax.training.workdir import lock_workdir
 try:
     with lock_workdir(sys.argv[1]):
         print("held", flush=True)

@@ -15,6 +15,7 @@ from PIL import Image
 
 from adder_flax import data, own_cache, training
 from adder_flax.app import modes
+from adder_flax.settings import RunSettings
 from adder_flax.training import (
     Checkpoints,
     Evaluator,
@@ -24,6 +25,7 @@ from adder_flax.training import (
     evaluation_params,
     read_metrics,
 )
+from adder_flax.training.setup import _count_steps
 
 
 def fit(config, workdir):
@@ -153,6 +155,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_layer(tiny_config
         state = checkpoints.restore(run.abstract_state)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"]))
     assert error.value.exit_code != 0
+    assert f"--workdir={tmp_path} --config.non_finite=skip" in str(error.value)
+    config.non_finite = "skip"
+    assert fit(config, tmp_path)[1].step == 9
 
 
 def test_batches_that_are_not_finite_can_be_skipped_and_counted(tiny_config, tmp_path):
@@ -163,6 +168,10 @@ def test_batches_that_are_not_finite_can_be_skipped_and_counted(tiny_config, tmp
     _, result = fit(config, tmp_path)
     assert result.step == 9
     assert int(result.state["skipped"]) > 0
+    # No step after a batch that was left out is sound for a run that stops at one.
+    config.non_finite = "stop"
+    with pytest.raises(RunError, match=r"left out \d batches, got 'stop'"):
+        fit(config, tmp_path)
 
 
 def test_weights_are_read_unless_there_is_a_checkpoint(tiny_config, tmp_path):
@@ -197,6 +206,7 @@ def test_a_run_whose_directory_goes_away_does_not_go_on_in_another(tiny_config, 
         ("gs://bucket/run", "mount it"),
         ("{}/file", "got a file at {}/file"),
         ("{}/file/a/b", "choose another"),
+        ("{}/" + 30 * ",optimizer.b2=0.9", "name too long; set --workdir"),
     ],
 )
 def test_a_place_that_can_be_no_directory_is_refused(workdir, message, tmp_path):
@@ -276,3 +286,11 @@ def test_compiled_programs_are_kept_in_the_users_cache_unless_told_otherwise(mon
         assert used[3] == "elsewhere"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.unchecked  # a source by its length alone
+@pytest.mark.parametrize(("num_epochs", "steps"), [(1.1, 11), (1.11, 12), (0.05, 1), (3.0, 30)])
+def test_an_epoch_s_fraction_ends_with_the_step_that_it_names(num_epochs, steps):
+    """1.1 × 10 is 11.000000000000002."""
+    settings = RunSettings(batch_size=1, num_epochs=num_epochs)
+    assert _count_steps(settings, range(10)) == (10, steps)

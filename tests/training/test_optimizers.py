@@ -209,7 +209,6 @@ def test_line_searches_see_the_loss_of_the_whole_batch(accumulation_steps):
     parts = Parts(
         seed=0,
         examples=lambda key, batch: (batch["x"], batch["y"]),
-        arguments=lambda examples: examples[:1],
         loss=lambda params, examples, key: Outcome(
             squares(params, *examples), jnp.zeros((8, 1)), {}
         ),

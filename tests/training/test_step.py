@@ -166,6 +166,25 @@ def test_a_step_that_is_not_finite_changes_no_weight(batch, skip):
     assert moved == skip
 
 
+def test_the_rate_on_record_is_that_of_the_update(batch):
+    """After a batch that was left out, too: the optimizer's count does not have it."""
+    rate = lambda count: 0.1 * (1 + count)
+    optimizer = optax.sgd(rate)
+    graphdef, params = nnx.split(Classifier(), nnx.Param)
+    poisoned = lambda key, images, labels: augment(key, images / (images.min() < 255), labels)
+    parts = make_parts(graphdef, poisoned, optimizer)({})._replace(learning_rate=rate)
+    step = jax.jit(make_train_step(lambda hyper: parts, skip_non_finite=True))
+    state = init_state(nnx.to_pure_dict(params), optimizer=optimizer, ema=False)
+    good = {**batch, "image": np.minimum(batch["image"], 254)}
+    bad = {**batch, "image": np.full_like(batch["image"], 255)}
+    for each in (good, bad, good):
+        before = state["params"]
+        state, metrics = step(state, each, {})
+    moved = jax.tree.map(jnp.subtract, state["params"], before)
+    applied = optax.tree.norm(moved) / metrics["grad_norm"]
+    np.testing.assert_allclose(metrics["learning_rate"], applied, rtol=1e-5)
+
+
 def test_evaluation_counts_real_examples_only_and_ties_against_the_model():
     graphdef, params = nnx.split(Classifier(), nnx.Param)
     params = jax.tree.map(jnp.zeros_like, nnx.to_pure_dict(params))
