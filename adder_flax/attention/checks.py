@@ -71,7 +71,7 @@ def visible(mask: Array | None, bias: AnyArray | None) -> Array | None:
     """Which keys each query may see, causality left out; None where all."""
     if bias is None:
         return mask
-    allowed = jnp.greater(bias, -jnp.inf)
+    allowed = jnp.not_equal(bias, -jnp.inf)  # NaN hides nothing, and is seen in the output
     return allowed if mask is None else jnp.logical_and(mask, allowed)
 
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
-from flax.linen.dtypes import promote_dtype
+from flax.linen.dtypes import canonicalize_dtype
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -42,7 +42,7 @@ class TakesKeywords(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Linen form of `adder_flax.layers.LayerNorm`.
+    """Flax Linen's LayerNorm, by `adder_flax.ops.layer_norm` where it is over the last axis.
 
     >>> import jax
     >>> LayerNorm().init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
@@ -61,8 +61,11 @@ class LayerNorm(nn.LayerNorm):
 
         scale = parameter("scale", self.scale_init) if self.use_scale else None
         bias = parameter("bias", self.bias_init) if self.use_bias else None
-        x, scale, bias = promote_dtype(x, scale, bias, dtype=self.dtype)
-        return normalized(x, scale, bias, self.epsilon, fast_variance=self.use_fast_variance)
+        # Rounded behind the statistics, as Linen does; NNX does it in front of them.
+        dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        rows = normalized(x, scale, bias, self.epsilon, fast_variance=self.use_fast_variance)
+        return rows.astype(dtype)
 
 
 kfac.register_layer(LayerNorm, kind=kfac.Scale)

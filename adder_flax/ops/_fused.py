@@ -169,10 +169,9 @@ def _fused_fwd(options, operands):
         given = operands.query, block.key, operands.parameters, operands.scale, block.bias
         logits = _logits(options.score, *given)
         visible = _visible(options, block, num_queries)
-        seen = logits if visible is None else jnp.where(visible, logits, lowest)
+        seen = _where(visible, logits, lowest)
         new_highest = jnp.maximum(highest, seen.max(-1))
-        weights = jnp.exp(logits - new_highest[..., None])
-        weights = weights if visible is None else jnp.where(visible, weights, 0.0)
+        weights = _where(visible, jnp.exp(seen - new_highest[..., None]), 0.0)
         decay = jnp.exp(highest - new_highest)
         denominator = decay * denominator + weights.sum(-1)
         kept = weights
@@ -212,8 +211,8 @@ def _fused_bwd(options, residuals, g):
         shared = operands.query, operands.parameters, operands.scale, biases[0]
         logits, pull = jax.vjp(logits_of, *shared, block.key, biases[1])
         visible = _visible(options, block, num_queries)
-        weights = jnp.exp(logits - log_denominator[..., None])
-        weights = weights if visible is None else jnp.where(visible, weights, 0.0)
+        seen = _where(visible, logits, jnp.finfo(logits.dtype).min)
+        weights = _where(visible, jnp.exp(seen - log_denominator[..., None]), 0.0)
         keep = 1.0 if block.dropout_key is None else _keep(operands, block, weights.shape)
         d_value = jnp.swapaxes(weights * keep, -1, -2) @ g
         d_weights = keep * (g @ jnp.swapaxes(upcast(block.value)[0], -1, -2))
@@ -302,6 +301,15 @@ def _visible(options, block, num_queries):
     if options.is_causal:
         conditions.append(position <= jnp.arange(num_queries)[:, None])
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
+
+
+def _where(visible, array, other):
+    """An array, and something else for keys that are not seen.
+
+    Before the exponential as well as behind it: that of a hidden key may be infinite, whose second
+    derivative would be NaN.
+    """
+    return array if visible is None else jnp.where(visible, array, other)
 
 
 def _keep(operands, block, shape):

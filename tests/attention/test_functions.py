@@ -112,6 +112,13 @@ def test_fully_masked_rows_are_zero_and_have_finite_gradients(forbid):
     assert not any(np.any(g) for g in gradients)
 
 
+@pytest.mark.parametrize("key_block", [None, 2])
+def test_nan_in_a_bias_hides_no_key(key_block):
+    bias = jnp.zeros((4, 4)).at[1, 2].set(jnp.nan)
+    out = attention.dot_product_attention(*make_inputs(4, 4), bias=bias, key_block=key_block)
+    assert np.isnan(out).any((0, 2, 3)).tolist() == [False, True, False, False]
+
+
 def test_identity_keeps_the_value_of_a_query_that_sees_nothing():
     query, key, value = make_inputs(4, 4)
     out = attention.adder_attention(query, key, value, mask=jnp.zeros((2, 1, 4, 4), bool))

@@ -181,6 +181,21 @@ def test_bfloat16_is_as_near_to_float32_in_both():
         assert 0 < _distance(gradients, truth[1]) < 20 * rounding
 
 
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+@pytest.mark.parametrize("given", [jnp.float32, jnp.bfloat16])
+def test_the_norm_is_that_of_flax_linen(given, dtype):
+    x = (1000 + 10 * rows(3, 8)).astype(given)  # of which bfloat16 keeps two digits
+    params = {"scale": rows(8), "bias": rows(8, seed=1)}
+    found, expected = (
+        norm(dtype=dtype, use_fast_variance=False).apply({"params": params}, x)
+        for norm in (linen.LayerNorm, nn.LayerNorm)
+    )
+    assert found.dtype == expected.dtype
+    np.testing.assert_allclose(
+        found.astype(float), expected.astype(float), rtol=2e-2 if dtype else 1e-4, atol=1e-4
+    )
+
+
 @pytest.mark.parametrize(
     ("make_nnx", "module"),
     [
