@@ -145,7 +145,7 @@ class MultiHeadAttention(nnx.Module):
             _project(self.key, inputs_k, self.num_kv_heads),
             _project(self.value, inputs_v, self.num_kv_heads),
             **self.settings.options(value_of(self.log_temperature)),
-            parameters={name: parameter[...] for name, parameter in self.score.items()},
+            parameters=_arrays_of(self.score),
             bias=bias,
             mask=mask,
             is_causal=is_causal,
@@ -166,6 +166,11 @@ class MultiHeadAttention(nnx.Module):
 def value_of(parameter: nnx.Param | None) -> Array | None:
     """Its array, by which `kfac` knows it, or None."""
     return None if parameter is None else parameter[...]
+
+
+def _arrays_of(parameters: Any) -> dict[str, Array]:
+    # Not by `items`: as a method of a module it would be a row of `nnx.tabulate`, which fails then.
+    return {n: p[...] for n, p in vars(parameters).items() if isinstance(p, nnx.Variable)}
 
 
 def _project(linear: nnx.Module, inputs: AnyArray, num_heads: int) -> Array:

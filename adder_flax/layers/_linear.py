@@ -189,7 +189,7 @@ class AdderLinear(nnx.Module):
             )
         rows = inputs.reshape(-1, inputs.shape[-1])
         sums = self.sums(rows)
-        report_adder(rows, self.kernel[...], sums, **_rules_of(self))
+        report_adder(rows, self.kernel[...], sums, **adder_rules(self))
         if self.norm is not None:
             outputs = self.norm(sums).astype(self._dtype(inputs))
         else:
@@ -210,7 +210,7 @@ class AdderLinear(nnx.Module):
         share = self.squared_share
 
         def l1(rows: Array | np.ndarray, kernel: Array) -> Array:
-            return ops.adder_matmul(rows, kernel, **_rules_of(self))
+            return ops.adder_matmul(rows, kernel, **adder_rules(self))
 
         def mixed(rows: Array | np.ndarray, kernel: Array) -> Array:
             squared = half_squared_distances(rows, kernel)
@@ -239,8 +239,8 @@ class AdderLinear(nnx.Module):
         return jnp.result_type(inputs, self.kernel[...]) if self.dtype is None else self.dtype
 
 
-def _rules_of(layer: Any) -> dict[str, Any]:
-    """The gradient rules of an adder layer, as `ops.adder_matmul` takes them."""
+def adder_rules(layer: Any) -> dict[str, Any]:
+    """The gradient rules of an adder layer, NNX or Linen, as `ops.adder_matmul` takes them."""
     return {name: getattr(layer, name) for name in ("x_gradient", "w_gradient", "hardtanh_slope")}
 
 
@@ -281,8 +281,9 @@ def adder_layers(module: nnx.Module) -> list[AdderLinear]:
     return [layer for _, layer in nnx.iter_modules(module) if isinstance(layer, AdderLinear)]
 
 
-def _curvature(layer: AdderLinear) -> kfac.L1Dense | kfac.Generic:
-    """The distances alone are the layer with curvature; their LayerNorm is a layer of its own.
+def adder_curvature(layer: Any) -> kfac.L1Dense | kfac.Generic:
+    """What the distances of an adder layer, NNX or Linen, are to `kfac`; their LayerNorm is a layer
+    of its own.
 
     With the full-precision weight gradient (AdderNet's choice) the Jacobian is that of a dense
     layer behind a linear map, so the layer has Kronecker factors; with the others its push-forward
@@ -290,7 +291,7 @@ def _curvature(layer: AdderLinear) -> kfac.L1Dense | kfac.Generic:
     """
     if layer.w_gradient == "full":
         return kfac.L1Dense()
-    return kfac.Generic(_sums, tuple(_rules_of(layer).items()), _pushforward)
+    return kfac.Generic(_sums, tuple(adder_rules(layer).items()), _pushforward)
 
 
 def _sums(params: dict[str, Array], rows: Array, **rules: Any) -> Array:
@@ -304,7 +305,7 @@ def _pushforward(params: dict[str, Array], rows: Array, v: dict[str, Array], **r
     return pushed + v["bias"] if "bias" in v else pushed
 
 
-kfac.register_layer(AdderLinear, "sums", _curvature)
+kfac.register_layer(AdderLinear, "sums", adder_curvature)
 
 
 class Identity(nnx.Module):

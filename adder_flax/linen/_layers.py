@@ -14,6 +14,8 @@ import kfac
 from adder_flax import layers, ops
 from adder_flax.attention import LAYER_NORM_EPSILON
 from adder_flax.layers import (
+    adder_curvature,
+    adder_rules,
     drop_path_factors,
     is_over_last_axis,
     normalized,
@@ -167,13 +169,8 @@ class AdderLinear(nn.Module):
         )
         dtype = jnp.result_type(inputs, kernel) if self.dtype is None else self.dtype
         rows = inputs.reshape(-1, inputs.shape[-1])
-        rules: dict[str, Any] = dict(x_gradient=self.x_gradient, w_gradient=self.w_gradient)
-        rules["hardtanh_slope"] = self.hardtanh_slope
-        compared = rows.astype(dtype), kernel.astype(dtype)
-        if self.bits:
-            compared = ops.round_alike(*compared, bits=self.bits)
-        outputs = ops.adder_matmul(*compared, **rules)
-        report_adder(rows, kernel, outputs, **rules)
+        outputs = self.sums(rows, kernel, dtype)
+        report_adder(rows, kernel, outputs, **adder_rules(self))
         if self.norm is not None:
             norm = LayerNorm(
                 epsilon=LAYER_NORM_EPSILON,
@@ -188,6 +185,21 @@ class AdderLinear(nn.Module):
                 "bias", nn.initializers.zeros, (self.features,), self.param_dtype
             )
         return outputs.reshape(*inputs.shape[:-1], self.features)
+
+    def sums(
+        self,
+        rows: Float[Array, "rows in_features"],
+        kernel: Float[Array, "in_features out_features"],
+        dtype: DTypeLike,
+    ) -> Float[Array, "rows out_features"]:
+        """-Σ_k |x[k] - W[k, o]|, before normaliser and bias, in float32 or wider."""
+        compared = rows.astype(dtype), kernel.astype(dtype)
+        if self.bits:
+            compared = ops.round_alike(*compared, bits=self.bits)
+        return ops.adder_matmul(*compared, **adder_rules(self))
+
+
+kfac.register_layer(AdderLinear, "sums", adder_curvature)
 
 
 class Identity(nn.Module):

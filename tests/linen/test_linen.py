@@ -331,6 +331,28 @@ def test_the_curvature_of_a_network_in_linen_is_that_of_its_nnx_form():
     assert found.coverage == expected.coverage
 
 
+@pytest.mark.parametrize("norm", ["layernorm", None])
+@pytest.mark.parametrize("w_gradient", ["full", "sign"])
+def test_the_curvature_of_an_adder_layer_is_that_of_its_nnx_form(w_gradient, norm):
+    options, x = dict(norm=norm, w_gradient=w_gradient), rows(5, 8)
+    module, ours = (
+        linen.AdderLinear(6, **options),
+        layers.AdderLinear(8, 6, **options, rngs=nnx.Rngs(0)),
+    )
+    graphdef, state = nnx.split(ours)
+    params, square = nnx.to_pure_dict(state), lambda y: (jnp.square(y).mean(), y)
+    found, expected = (
+        kfac.find_layers(lambda p, x, apply=apply: square(apply(p, x)), params, x)
+        for apply in (
+            lambda p, x: module.apply({"params": p}, x),
+            lambda p, x: nnx.merge(graphdef, p)(x),
+        )
+    )
+    kinds = lambda layers: sorted(block.uses[0].layer.kind for block in layers.blocks.values())
+    assert kinds(found) == kinds(expected)
+    assert found.coverage == expected.coverage == 1.0
+
+
 @pytest.mark.slow
 def test_a_linen_transform():
     model = linen.VisionTransformer(**TINY, score="adder")
