@@ -350,9 +350,20 @@ def check_identity(in_features: int, out_features: int) -> None:
         )
 
 
+_KINDS: Mapping[str, Callable[..., nnx.Module]] = {
+    "dense": Linear,
+    "normed_dense": NormedLinear,
+    "adder": AdderLinear,
+    "identity": Identity,
+}
+
+
 def linear_class(
-    kind: str | tuple[str, ...], adder_options: AdderSettings | Mapping[str, Any] | None = None
-) -> Callable[..., nnx.Module]:
+    kind: str | tuple[str, ...],
+    adder_options: AdderSettings | Mapping[str, Any] | None = None,
+    *,
+    kinds: Mapping[str, Callable[..., Any]] = _KINDS,
+) -> Callable[..., Any]:
     """What makes a linear layer of this kind: "dense", "normed_dense", "adder" or "identity".
 
     `adder_options` go to `AdderLinear`. A tuple, one kind for each block of a model, is refused.
@@ -360,18 +371,15 @@ def linear_class(
     >>> linear_class("adder", {"hardtanh_slope": 4.0})(8, 4, rngs=nnx.Rngs(0)).hardtanh_slope
     4.0
     """
-    if kind == "dense":
-        return Linear
-    if kind == "normed_dense":
-        return NormedLinear
-    if kind == "adder":
-        options = (
-            vars(adder_options) if isinstance(adder_options, AdderSettings) else adder_options or {}
+    if kind not in kinds:
+        *others, last = map(repr, kinds)
+        raise ValueError(
+            f"expected a linear layer {', '.join(others)} or {last}, got {kind!r}; choose one of "
+            "these."
         )
-        return functools.partial(AdderLinear, **options)
-    if kind == "identity":
-        return Identity
-    raise ValueError(
-        "expected a linear layer 'dense', 'normed_dense', 'adder' or 'identity', got "
-        f"{kind!r}; choose one of these."
+    if kind != "adder":
+        return kinds[kind]
+    settings = isinstance(adder_options, AdderSettings)
+    return functools.partial(
+        kinds[kind], **(vars(adder_options) if settings else adder_options or {})
     )

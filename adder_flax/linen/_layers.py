@@ -1,6 +1,5 @@
 """Linen: linear layers and what stands beside them, with the parameters of `adder_flax.layers`."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -222,21 +221,8 @@ def linear_class(
     kind: str | tuple[str, ...], adder_options: AdderSettings | Mapping[str, Any] | None = None
 ) -> Callable[..., nn.Module]:
     """Linen form of `adder_flax.layers.linear_class`: what makes a layer of a kind."""
-    if kind == "dense":
-        return Linear
-    if kind == "normed_dense":
-        return NormedLinear
-    if kind == "adder":
-        options = (
-            vars(adder_options) if isinstance(adder_options, AdderSettings) else adder_options or {}
-        )
-        return functools.partial(AdderLinear, **options)
-    if kind == "identity":
-        return Identity
-    raise ValueError(
-        "expected a linear layer 'dense', 'normed_dense', 'adder' or 'identity', got "
-        f"{kind!r}; choose one of these."
-    )
+    kinds = dict(dense=Linear, normed_dense=NormedLinear, adder=AdderLinear, identity=Identity)
+    return layers.linear_class(kind, adder_options, kinds=kinds)
 
 
 class LayerScale(nn.Module):

@@ -38,11 +38,6 @@ from adder_flax.ops._xla import unless_empty
 
 _SOURCE = Path(__file__).with_name("cuda_kernels.cu")
 _TARGET = "__gpu$xla.gpu.ptx"
-_AXES = {
-    **{"ic": "kIC", "ci": "kCI", "cj": "kCJ", "c": "kC"},
-    **{"ij": "kIJ", "i": "kI", "j": "kJ", "": "kOne"},
-}
-
 # `kRun` of the kernels: neighbouring rows, columns or terms that one load of 16 bytes brings.
 _RUN = 4
 
@@ -304,7 +299,7 @@ class CudaBackend(Backend):
         outputs = [f"out{n}" for n in range(totals)]
         parameters = [f"const float* {a}" for a in inputs] + [f"float* {a}" for a in outputs]
         given = [
-            f"Operand<{_AXES[axes]}, {shape[0]}>{{{name}}}"
+            f"Operand<k{axes.upper() or 'One'}, {shape[0]}>{{{name}}}"
             for axes, shape, name in zip(what.axes, shapes, inputs, strict=True)
         ]
         name = "adder_flax_" + re.sub(r"\W+", "_", what.step).strip("_")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from adder_flax.arrays import AnyArray
-from adder_flax.ops._arrays import accumulation_dtype, as_mask, upcast
+from adder_flax.ops._arrays import accumulation_dtype, as_mask, sum_to, upcast
 from adder_flax.ops._backend import expected_platform
 from adder_flax.ops._partition import vary_alike
 from adder_flax.settings import is_on
@@ -217,7 +217,7 @@ def _fused_bwd(options, residuals, g):
         d_value = jnp.swapaxes(weights * keep, -1, -2) @ g
         d_weights = keep * (g @ jnp.swapaxes(upcast(block.value)[0], -1, -2))
         d_logits = weights * (d_weights - g_output[..., None])
-        *d_shared, d_key, d_own_bias = pull(_sum_to(d_logits, logits.shape).astype(logits.dtype))
+        *d_shared, d_key, d_own_bias = pull(sum_to(d_logits, logits.shape).astype(logits.dtype))
         totals = jax.tree.map(
             lambda total, d: total + d.astype(total.dtype), totals, tuple(d_shared)
         )
@@ -316,10 +316,3 @@ def _keep(operands, block, shape):
     """The factors of dropout: zero, or what keeps the mean."""
     keep = 1.0 - operands.dropout_rate
     return jax.random.bernoulli(block.dropout_key, keep, shape) / keep
-
-
-def _sum_to(array, shape):
-    """Sums an array over leading axes along which something of this shape was broadcast to it."""
-    array = array.sum(tuple(range(array.ndim - len(shape))))
-    axes = tuple(i for i, length in enumerate(shape) if length == 1 and array.shape[i] != 1)
-    return array.sum(axes, keepdims=True) if axes else array

@@ -353,6 +353,14 @@ def test_the_curvature_of_an_adder_layer_is_that_of_its_nnx_form(w_gradient, nor
     assert found.coverage == expected.coverage == 1.0
 
 
+def test_images_of_another_size_have_resized_positions():
+    ours = randomised(lambda: models.VisionTransformer(**VIT, rngs=nnx.Rngs(0)))
+    params = linen.from_nnx(nnx.to_pure_dict(nnx.state(ours)))
+    module, larger = linen.VisionTransformer(**TINY, image_size=4), rows(3, 4, 8, 1)
+    found = module.apply({"params": params}, larger)
+    np.testing.assert_allclose(found, ours(larger), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_a_linen_transform():
     model = linen.VisionTransformer(**TINY, score="adder")
