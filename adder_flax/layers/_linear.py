@@ -266,9 +266,11 @@ def half_squared_distances(
     [[-0.5, -4.5]]
     """
     wide = jnp.promote_types(rows.dtype, jnp.float32)
-    # Three large terms whose sum is small: narrower ones would cancel to their rounding.
+    # Three large terms whose sum is small: narrower ones would cancel to their rounding, as would a
+    # product in the precision that GPUs and TPUs have by default.
     rows, kernel = jnp.asarray(rows, wide), jnp.asarray(kernel, wide)
-    return rows @ kernel - (rows**2).sum(-1, keepdims=True) / 2 - (kernel**2).sum(0) / 2
+    products = jnp.matmul(rows, kernel, precision=jax.lax.Precision.HIGHEST)
+    return products - (rows**2).sum(-1, keepdims=True) / 2 - (kernel**2).sum(0) / 2
 
 
 def adder_layers(module: nnx.Module) -> list[AdderLinear]:
