@@ -183,7 +183,8 @@ def attend(
         arrays = {"query": query, "key": key, "scores": scores, "weights": weights, "map": shown}
         recorder.report("attention", arrays, score=contract.name, identity=identity)
         if module is not None:
-            _sow(module, shown)
+            intermediates = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
+            module.sow(intermediates, "attention_weights", shown)
         if is_on(rate):
             assert dropout_rng is not None, "_check_dropout has seen to it"
             weights = _dropout(weights, rate, dropout_rng, broadcast_dropout)
@@ -391,11 +392,6 @@ def _per_head(temperature: float | Array) -> float | Array:
             )
         return temperature
     return temperature[..., None, None] if temperature.ndim else temperature
-
-
-def _sow(module: Any, weights: Array) -> None:
-    collection = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
-    module.sow(collection, "attention_weights", weights)
 
 
 def _matmul_precision(precision: jax.lax.PrecisionLike):

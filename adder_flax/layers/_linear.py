@@ -336,20 +336,15 @@ class Identity(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs | None = None,
     ):
-        check_identity(in_features, out_features)
+        if in_features != out_features:
+            raise ValueError(
+                f"expected as many features behind the identity as in front of it, got "
+                f"{in_features} and {out_features}; choose a layer 'dense' or 'adder' there."
+            )
         self.dtype = dtype
 
     def __call__(self, inputs: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
         return inputs if self.dtype is None else inputs.astype(self.dtype)
-
-
-def check_identity(in_features: int, out_features: int) -> None:
-    """Raises ValueError where the identity is to change a width."""
-    if in_features != out_features:
-        raise ValueError(
-            f"expected as many features behind the identity as in front of it, got {in_features} "
-            f"and {out_features}; choose a layer 'dense' or 'adder' there."
-        )
 
 
 _KINDS: Mapping[str, Callable[..., nnx.Module]] = {
