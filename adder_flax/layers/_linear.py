@@ -359,11 +359,12 @@ def linear_class(
     kind: str | tuple[str, ...],
     adder_options: AdderSettings | Mapping[str, Any] | None = None,
     *,
-    kinds: Mapping[str, Callable[..., Any]] = _KINDS,
+    kinds: Mapping[Any, Callable[..., Any]] = _KINDS,
 ) -> Callable[..., Any]:
     """What makes a linear layer of this kind: "dense", "normed_dense", "adder" or "identity".
 
     `adder_options` go to `AdderLinear`. A tuple, one kind for each block of a model, is refused.
+    `kinds` are the classes by name, here those of NNX.
 
     >>> linear_class("adder", {"hardtanh_slope": 4.0})(8, 4, rngs=nnx.Rngs(0)).hardtanh_slope
     4.0
@@ -376,7 +377,6 @@ def linear_class(
         )
     if kind != "adder":
         return kinds[kind]
-    settings = isinstance(adder_options, AdderSettings)
-    return functools.partial(
-        kinds[kind], **(vars(adder_options) if settings else adder_options or {})
-    )
+    if isinstance(adder_options, AdderSettings):
+        adder_options = vars(adder_options)
+    return functools.partial(kinds[kind], **(adder_options or {}))
