@@ -20,6 +20,7 @@ from adder_flax.attention._curvature import KEY_BIASED, TEMPERED, captures, tap_
 from adder_flax.attention._registry import Score, get_score, masked_softmax
 from adder_flax.attention.checks import (
     check_own_keys,
+    check_positions,
     identity_map,
     mask_of_pairs,
     own_values,
@@ -80,8 +81,9 @@ def attend(
       mask: True where a query may see a key, broadcastable likewise; not floating, since -1e9 for
         "hidden" belongs into `bias`.
       is_causal: query i sees keys 0 … i only, or 0 … `query_position` + i.
-      query_position: place of the first query's own key among keys that come from a cache, for the
-        identity map and for `is_causal`. Flax's modules, when they decode, need not be told it.
+      query_position: place of the first query's own key among keys that come from a cache, one or
+        one for each sample, for the identity map and for `is_causal`. Flax's modules, when they
+        decode, need not be told it.
       key_bias: one bias per key, broadcastable to (*batch, heads, k_length).
       scale: None for the score's own default, "sqrt_dim" for 1/√head_dim, "variance_matched" for
         one over the standard deviation of the score between unit-normal vectors, or a number.
@@ -128,6 +130,8 @@ def attend(
     shape = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
     if query_position is None:
         check_own_keys(shape, identity, is_causal)
+    else:
+        check_positions(query_position, shape)
     bias, mask = total_bias(bias, key_bias, shape), mask_of_pairs(mask, shape)
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
     query, key, value = (x.astype(dtype) for x in (query, key, value))
@@ -179,7 +183,8 @@ def attend(
         arrays = {"query": query, "key": key, "scores": scores, "weights": weights, "map": shown}
         recorder.report("attention", arrays, score=contract.name, identity=identity)
         if module is not None:
-            _sow(module, shown)
+            intermediates = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
+            module.sow(intermediates, "attention_weights", shown)
         if is_on(rate):
             assert dropout_rng is not None, "_check_dropout has seen to it"
             weights = _dropout(weights, rate, dropout_rng, broadcast_dropout)
@@ -387,11 +392,6 @@ def _per_head(temperature: float | Array) -> float | Array:
             )
         return temperature
     return temperature[..., None, None] if temperature.ndim else temperature
-
-
-def _sow(module: Any, weights: Array) -> None:
-    collection = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
-    module.sow(collection, "attention_weights", weights)
 
 
 def _matmul_precision(precision: jax.lax.PrecisionLike):

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.nnx as nnx
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -140,18 +139,19 @@ class MultiHeadAttention(nnx.Module):
         """
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
+        drops = is_on(self.dropout_rate) and not deterministic
         values = attend(
             _project(self.query, inputs_q, self.num_heads),
             _project(self.key, inputs_k, self.num_kv_heads),
             _project(self.value, inputs_v, self.num_kv_heads),
             **self.settings.options(value_of(self.log_temperature)),
-            parameters={name: parameter[...] for name, parameter in self.score.items()},
+            parameters=_arrays_of(self.score),
             bias=bias,
             mask=mask,
             is_causal=is_causal,
             key_bias=value_of(self.key_bias),
             dropout_rate=self.dropout_rate,
-            dropout_rng=_dropout_key(self.dropout_rate, deterministic, rngs),
+            dropout_rng=rngs.dropout() if drops and rngs is not None else None,
             broadcast_dropout=False,
             deterministic=deterministic,
         )
@@ -168,15 +168,12 @@ def value_of(parameter: nnx.Param | None) -> Array | None:
     return None if parameter is None else parameter[...]
 
 
+def _arrays_of(parameters: Any) -> dict[str, Array]:
+    # Not by `items`: as a method of a module it would be a row of `nnx.tabulate`, which fails then.
+    return {n: p[...] for n, p in vars(parameters).items() if isinstance(p, nnx.Variable)}
+
+
 def _project(linear: nnx.Module, inputs: AnyArray, num_heads: int) -> Array:
     # On flattened rows: XLA's CPU backend trains a dense layer two to three times faster on them.
     outputs = linear(inputs.reshape(-1, inputs.shape[-1]))
     return outputs.reshape(*inputs.shape[:-1], num_heads, outputs.shape[-1] // num_heads)
-
-
-def _dropout_key(
-    rate: float | Array, deterministic: bool, rngs: nnx.Rngs | None
-) -> jax.Array | None:
-    if deterministic or not is_on(rate) or rngs is None:
-        return None
-    return rngs.dropout()

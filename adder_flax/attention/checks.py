@@ -71,21 +71,21 @@ def visible(mask: Array | None, bias: AnyArray | None) -> Array | None:
     """Which keys each query may see, causality left out; None where all."""
     if bias is None:
         return mask
-    allowed = jnp.greater(bias, -jnp.inf)
+    allowed = jnp.not_equal(bias, -jnp.inf)  # NaN hides nothing, and is seen in the output
     return allowed if mask is None else jnp.logical_and(mask, allowed)
 
 
 def with_causal(mask: Array | None, shape: Shape, query_position: int | Array | None = None):
     """The mask of keys that do not come after a query's own."""
     own = _own_positions(shape[-2], query_position)
-    causal = jnp.arange(shape[-1]) <= own[:, None]
+    causal = jnp.arange(shape[-1]) <= own[..., None]
     return causal if mask is None else jnp.logical_and(mask, causal)
 
 
 def identity_map(shape: Shape, query_position: int | Array | None, dtype) -> Array:
     """1 for each query's own key, else 0."""
     own = _own_positions(shape[-2], query_position)
-    return (jnp.arange(shape[-1]) == own[:, None]).astype(dtype)
+    return (jnp.arange(shape[-1]) == own[..., None]).astype(dtype)
 
 
 def own_values(
@@ -94,8 +94,9 @@ def own_values(
     """The value of each query's own key; NaN where there is no such key."""
     if query_position is None:
         return value
-    own = _own_positions(q_length, query_position)
-    return jnp.take(value, own, axis=-2, mode="fill", fill_value=jnp.nan)
+    own = _own_positions(q_length, query_position)[..., None]
+    own = own.reshape(*(1,) * (value.ndim - own.ndim), *own.shape)
+    return jnp.take_along_axis(value, own, axis=-2, mode="fill", fill_value=jnp.nan)
 
 
 def check_own_keys(shape: Shape, identity: bool, is_causal: bool) -> None:
@@ -110,8 +111,20 @@ def check_own_keys(shape: Shape, identity: bool, is_causal: bool) -> None:
         )
 
 
-def _own_positions(q_length: int, query_position: int | Array | None) -> Int[Array, " q_length"]:
-    return jnp.arange(q_length) + (0 if query_position is None else query_position)
+def check_positions(query_position: int | Array, shape: Shape) -> None:
+    """Refuses places of queries that are neither one for all samples nor one for each."""
+    if jnp.shape(query_position) not in ((), shape[:-3]):
+        raise ValueError(
+            f"expected one query_position, or one for each sample, of shape {shape[:-3]}, got "
+            f"{jnp.shape(query_position)}; give the place of the first query alone."
+        )
+
+
+def _own_positions(
+    q_length: int, query_position: int | Array | None
+) -> Int[Array, "*batch 1 q_length"]:
+    first = jnp.asarray(0 if query_position is None else query_position)
+    return first[..., None, None] + jnp.arange(q_length)
 
 
 def check_broadcasts(

@@ -29,6 +29,7 @@ from adder_flax.interop._safetensors import open_weights
 from adder_flax.layers import Block, Identity, NormedLinear
 from adder_flax.models import VisionTransformer
 from adder_flax.parameters import has_prototypes
+from adder_flax.quantized import AdderLinear
 from adder_flax.text import printable
 
 with needs("interop"):
@@ -252,6 +253,11 @@ def _checked(model: nnx.Module, names: str) -> VisionTransformer:
         raise ValueError(
             "expected a vision transformer, whose weights have names that others know, got a "
             f"{type(model).__name__}; keep its checkpoints"
+        )
+    if any(isinstance(module, AdderLinear) for _, module in nnx.iter_modules(model)):
+        raise ValueError(
+            "expected a model in floating point, got one with layers in few bits, whose weights "
+            "are no parameters; take the model that it was made of, or interop.save_integers"
         )
     if names != "adder_flax" and has_prototypes(model):
         raise ValueError(

@@ -189,7 +189,7 @@ class AdderLinear(nnx.Module):
             )
         rows = inputs.reshape(-1, inputs.shape[-1])
         sums = self.sums(rows)
-        report_adder(rows, self.kernel[...], sums, **_rules_of(self))
+        report_adder(rows, self.kernel[...], sums, **adder_rules(self))
         if self.norm is not None:
             outputs = self.norm(sums).astype(self._dtype(inputs))
         else:
@@ -210,7 +210,7 @@ class AdderLinear(nnx.Module):
         share = self.squared_share
 
         def l1(rows: Array | np.ndarray, kernel: Array) -> Array:
-            return ops.adder_matmul(rows, kernel, **_rules_of(self))
+            return ops.adder_matmul(rows, kernel, **adder_rules(self))
 
         def mixed(rows: Array | np.ndarray, kernel: Array) -> Array:
             squared = half_squared_distances(rows, kernel)
@@ -239,8 +239,8 @@ class AdderLinear(nnx.Module):
         return jnp.result_type(inputs, self.kernel[...]) if self.dtype is None else self.dtype
 
 
-def _rules_of(layer: Any) -> dict[str, Any]:
-    """The gradient rules of an adder layer, as `ops.adder_matmul` takes them."""
+def adder_rules(layer: Any) -> dict[str, Any]:
+    """The gradient rules of an adder layer, NNX or Linen, as `ops.adder_matmul` takes them."""
     return {name: getattr(layer, name) for name in ("x_gradient", "w_gradient", "hardtanh_slope")}
 
 
@@ -266,9 +266,11 @@ def half_squared_distances(
     [[-0.5, -4.5]]
     """
     wide = jnp.promote_types(rows.dtype, jnp.float32)
-    # Three large terms whose sum is small: narrower ones would cancel to their rounding.
+    # Three large terms whose sum is small: narrower ones would cancel to their rounding, as would a
+    # product in the precision that GPUs and TPUs have by default.
     rows, kernel = jnp.asarray(rows, wide), jnp.asarray(kernel, wide)
-    return rows @ kernel - (rows**2).sum(-1, keepdims=True) / 2 - (kernel**2).sum(0) / 2
+    products = jnp.matmul(rows, kernel, precision=jax.lax.Precision.HIGHEST)
+    return products - (rows**2).sum(-1, keepdims=True) / 2 - (kernel**2).sum(0) / 2
 
 
 def adder_layers(module: nnx.Module) -> list[AdderLinear]:
@@ -281,8 +283,9 @@ def adder_layers(module: nnx.Module) -> list[AdderLinear]:
     return [layer for _, layer in nnx.iter_modules(module) if isinstance(layer, AdderLinear)]
 
 
-def _curvature(layer: AdderLinear) -> kfac.L1Dense | kfac.Generic:
-    """The distances alone are the layer with curvature; their LayerNorm is a layer of its own.
+def adder_curvature(layer: Any) -> kfac.L1Dense | kfac.Generic:
+    """What the distances of an adder layer, NNX or Linen, are to `kfac`; their LayerNorm is a layer
+    of its own.
 
     With the full-precision weight gradient (AdderNet's choice) the Jacobian is that of a dense
     layer behind a linear map, so the layer has Kronecker factors; with the others its push-forward
@@ -290,7 +293,7 @@ def _curvature(layer: AdderLinear) -> kfac.L1Dense | kfac.Generic:
     """
     if layer.w_gradient == "full":
         return kfac.L1Dense()
-    return kfac.Generic(_sums, tuple(_rules_of(layer).items()), _pushforward)
+    return kfac.Generic(_sums, tuple(adder_rules(layer).items()), _pushforward)
 
 
 def _sums(params: dict[str, Array], rows: Array, **rules: Any) -> Array:
@@ -304,7 +307,7 @@ def _pushforward(params: dict[str, Array], rows: Array, v: dict[str, Array], **r
     return pushed + v["bias"] if "bias" in v else pushed
 
 
-kfac.register_layer(AdderLinear, "sums", _curvature)
+kfac.register_layer(AdderLinear, "sums", adder_curvature)
 
 
 class Identity(nnx.Module):
@@ -333,44 +336,47 @@ class Identity(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs | None = None,
     ):
-        check_identity(in_features, out_features)
+        if in_features != out_features:
+            raise ValueError(
+                f"expected as many features behind the identity as in front of it, got "
+                f"{in_features} and {out_features}; choose a layer 'dense' or 'adder' there."
+            )
         self.dtype = dtype
 
     def __call__(self, inputs: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
         return inputs if self.dtype is None else inputs.astype(self.dtype)
 
 
-def check_identity(in_features: int, out_features: int) -> None:
-    """Raises ValueError where the identity is to change a width."""
-    if in_features != out_features:
-        raise ValueError(
-            f"expected as many features behind the identity as in front of it, got {in_features} "
-            f"and {out_features}; choose a layer 'dense' or 'adder' there."
-        )
+_KINDS: Mapping[str, Callable[..., nnx.Module]] = {
+    "dense": Linear,
+    "normed_dense": NormedLinear,
+    "adder": AdderLinear,
+    "identity": Identity,
+}
 
 
 def linear_class(
-    kind: str | tuple[str, ...], adder_options: AdderSettings | Mapping[str, Any] | None = None
-) -> Callable[..., nnx.Module]:
+    kind: str | tuple[str, ...],
+    adder_options: AdderSettings | Mapping[str, Any] | None = None,
+    *,
+    kinds: Mapping[Any, Callable[..., Any]] = _KINDS,
+) -> Callable[..., Any]:
     """What makes a linear layer of this kind: "dense", "normed_dense", "adder" or "identity".
 
     `adder_options` go to `AdderLinear`. A tuple, one kind for each block of a model, is refused.
+    `kinds` are the classes by name, here those of NNX.
 
     >>> linear_class("adder", {"hardtanh_slope": 4.0})(8, 4, rngs=nnx.Rngs(0)).hardtanh_slope
     4.0
     """
-    if kind == "dense":
-        return Linear
-    if kind == "normed_dense":
-        return NormedLinear
-    if kind == "adder":
-        options = (
-            vars(adder_options) if isinstance(adder_options, AdderSettings) else adder_options or {}
+    if kind not in kinds:
+        *others, last = map(repr, kinds)
+        raise ValueError(
+            f"expected a linear layer {', '.join(others)} or {last}, got {kind!r}; choose one of "
+            "these."
         )
-        return functools.partial(AdderLinear, **options)
-    if kind == "identity":
-        return Identity
-    raise ValueError(
-        "expected a linear layer 'dense', 'normed_dense', 'adder' or 'identity', got "
-        f"{kind!r}; choose one of these."
-    )
+    if kind != "adder":
+        return kinds[kind]
+    if isinstance(adder_options, AdderSettings):
+        adder_options = vars(adder_options)
+    return functools.partial(kinds[kind], **(adder_options or {}))

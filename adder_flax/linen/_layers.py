@@ -1,12 +1,11 @@
 """Linen: linear layers and what stands beside them, with the parameters of `adder_flax.layers`."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
-from flax.linen.dtypes import promote_dtype
+from flax.linen.dtypes import canonicalize_dtype
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -14,6 +13,8 @@ import kfac
 from adder_flax import layers, ops
 from adder_flax.attention import LAYER_NORM_EPSILON
 from adder_flax.layers import (
+    adder_curvature,
+    adder_rules,
     drop_path_factors,
     is_over_last_axis,
     normalized,
@@ -42,7 +43,7 @@ class TakesKeywords(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Linen form of `adder_flax.layers.LayerNorm`.
+    """Flax Linen's LayerNorm, by `adder_flax.ops.layer_norm` where it is over the last axis.
 
     >>> import jax
     >>> LayerNorm().init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
@@ -61,8 +62,11 @@ class LayerNorm(nn.LayerNorm):
 
         scale = parameter("scale", self.scale_init) if self.use_scale else None
         bias = parameter("bias", self.bias_init) if self.use_bias else None
-        x, scale, bias = promote_dtype(x, scale, bias, dtype=self.dtype)
-        return normalized(x, scale, bias, self.epsilon, fast_variance=self.use_fast_variance)
+        # Rounded behind the statistics, as Linen does; NNX does it in front of them.
+        dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        rows = normalized(x, scale, bias, self.epsilon, fast_variance=self.use_fast_variance)
+        return rows.astype(dtype)
 
 
 kfac.register_layer(LayerNorm, kind=kfac.Scale)
@@ -164,13 +168,8 @@ class AdderLinear(nn.Module):
         )
         dtype = jnp.result_type(inputs, kernel) if self.dtype is None else self.dtype
         rows = inputs.reshape(-1, inputs.shape[-1])
-        rules: dict[str, Any] = dict(x_gradient=self.x_gradient, w_gradient=self.w_gradient)
-        rules["hardtanh_slope"] = self.hardtanh_slope
-        compared = rows.astype(dtype), kernel.astype(dtype)
-        if self.bits:
-            compared = ops.round_alike(*compared, bits=self.bits)
-        outputs = ops.adder_matmul(*compared, **rules)
-        report_adder(rows, kernel, outputs, **rules)
+        outputs = self.sums(rows, kernel, dtype)
+        report_adder(rows, kernel, outputs, **adder_rules(self))
         if self.norm is not None:
             norm = LayerNorm(
                 epsilon=LAYER_NORM_EPSILON,
@@ -185,6 +184,21 @@ class AdderLinear(nn.Module):
                 "bias", nn.initializers.zeros, (self.features,), self.param_dtype
             )
         return outputs.reshape(*inputs.shape[:-1], self.features)
+
+    def sums(
+        self,
+        rows: Float[Array, "rows in_features"],
+        kernel: Float[Array, "in_features out_features"],
+        dtype: DTypeLike,
+    ) -> Float[Array, "rows out_features"]:
+        """-Σ_k |x[k] - W[k, o]|, before normaliser and bias, in float32 or wider."""
+        compared = rows.astype(dtype), kernel.astype(dtype)
+        if self.bits:
+            compared = ops.round_alike(*compared, bits=self.bits)
+        return ops.adder_matmul(*compared, **adder_rules(self))
+
+
+kfac.register_layer(AdderLinear, "sums", adder_curvature)
 
 
 class Identity(nn.Module):
@@ -207,21 +221,8 @@ def linear_class(
     kind: str | tuple[str, ...], adder_options: AdderSettings | Mapping[str, Any] | None = None
 ) -> Callable[..., nn.Module]:
     """Linen form of `adder_flax.layers.linear_class`: what makes a layer of a kind."""
-    if kind == "dense":
-        return Linear
-    if kind == "normed_dense":
-        return NormedLinear
-    if kind == "adder":
-        options = (
-            vars(adder_options) if isinstance(adder_options, AdderSettings) else adder_options or {}
-        )
-        return functools.partial(AdderLinear, **options)
-    if kind == "identity":
-        return Identity
-    raise ValueError(
-        "expected a linear layer 'dense', 'normed_dense', 'adder' or 'identity', got "
-        f"{kind!r}; choose one of these."
-    )
+    kinds = dict(dense=Linear, normed_dense=NormedLinear, adder=AdderLinear, identity=Identity)
+    return layers.linear_class(kind, adder_options, kinds=kinds)
 
 
 class LayerScale(nn.Module):

@@ -29,8 +29,9 @@ class Inside(nn.Module):
     @nn.compact
     def __call__(self, *inputs: Array, deterministic: bool = True, **options: Any) -> Any:
         """Calls it, with the arguments of the NNX module; what is random draws from `dropout`."""
-        sizes = self.sizes(*inputs)
-        build = lambda rngs: self.of(**sizes, **fields_of(self), rngs=rngs)
+        given = {name: value for name, value in fields_of(self).items() if value is not None}
+        sizes = self.sizes(*inputs) | given
+        build = lambda rngs: self.of(**sizes, rngs=rngs)
         return call_nnx(self, build, *inputs, deterministic=deterministic, **options)
 
 
@@ -130,6 +131,8 @@ class Block(TakesKeywords, Inside):
 class VisionTransformer(TakesKeywords, Inside):
     """Linen form of `adder_flax.models.VisionTransformer`; arguments and parameters as there.
 
+    There are positions for images of `image_size`, or of the size that is seen.
+
     >>> import jax
     >>> sizes = dict(patch_size=2, num_classes=10, width=16, depth=2, num_heads=2)
     >>> model = VisionTransformer(**sizes, score="adder")
@@ -142,6 +145,7 @@ class VisionTransformer(TakesKeywords, Inside):
         lambda images: dict(image_size=images.shape[1:3], channels=images.shape[3])
     )
     settings: VitSettings = VitSettings()
+    image_size: int | tuple[int, int] | None = None
     num_classes: int = 1000
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32

@@ -47,6 +47,13 @@ def to_nk(w, axes):
     return w if axes == "nk" else jnp.swapaxes(w, -1, -2)
 
 
+def sum_to(array, shape):
+    """Returns an array summed over the axes along which something of this shape was broadcast."""
+    array = array.sum(tuple(range(array.ndim - len(shape))))
+    axes = tuple(i for i, length in enumerate(shape) if length == 1 and array.shape[i] != 1)
+    return array.sum(axes, keepdims=True) if axes else array
+
+
 def as_mask(mask) -> jax.Array:
     """Returns a mask as booleans, True for what is seen.
 

@@ -38,11 +38,6 @@ from adder_flax.ops._xla import unless_empty
 
 _SOURCE = Path(__file__).with_name("cuda_kernels.cu")
 _TARGET = "__gpu$xla.gpu.ptx"
-_AXES = {
-    **{"ic": "kIC", "ci": "kCI", "cj": "kCJ", "c": "kC"},
-    **{"ij": "kIJ", "i": "kI", "j": "kJ", "": "kOne"},
-}
-
 # `kRun` of the kernels: neighbouring rows, columns or terms that one load of 16 bytes brings.
 _RUN = 4
 
@@ -266,7 +261,9 @@ class CudaBackend(Backend):
         scale = jnp.ldexp(jnp.float32(1.0), exponent)
         query, key = _exponentials(query, key, largest=_LARGEST_PAIRED_EXPONENT)
         # Half of the unit in each factor, so that neither becomes denormal.
-        query, key, v = (_even(a) for a in (query * _UNIT**-0.5, key * _UNIT**-0.5, v / scale))
+        query, key, v = (
+            _filled_up(a, 2) for a in (query * _UNIT**-0.5, key * _UNIT**-0.5, v / scale)
+        )
         both = jnp.repeat(_UNIT * v.reshape(*v.shape[:-1], -1, 2).sum(-1), 2, axis=-1)
         operands = Operand(query, "ic"), Operand(key, "jc"), Operand(-2.0 * v, "c")
         (scores,) = self._reduce("Additive", *operands, Operand(both, "c"), at_once=2)
@@ -304,7 +301,7 @@ class CudaBackend(Backend):
         outputs = [f"out{n}" for n in range(totals)]
         parameters = [f"const float* {a}" for a in inputs] + [f"float* {a}" for a in outputs]
         given = [
-            f"Operand<{_AXES[axes]}, {shape[0]}>{{{name}}}"
+            f"Operand<k{axes.upper() or 'One'}, {shape[0]}>{{{name}}}"
             for axes, shape, name in zip(what.axes, shapes, inputs, strict=True)
         ]
         name = "adder_flax_" + re.sub(r"\W+", "_", what.step).strip("_")
@@ -411,15 +408,15 @@ def _exponentials(query, key, largest=_LARGEST_EXPONENT):
     )
 
 
+def _filled_up(array: jax.Array, run: int) -> jax.Array:
+    """Returns an array whose last axis zeros fill up to whole runs of this length."""
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, -array.shape[-1] % run)])
+
+
 def _words(array: jax.Array) -> jax.Array:
-    """Returns four bytes of the last axis in each float32; zeros fill the last one."""
-    array = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, -array.shape[-1] % 4)])
+    """Returns four bytes of the last axis in each float32."""
+    array = _filled_up(array, 4)
     return jax.lax.bitcast_convert_type(array.reshape(*array.shape[:-1], -1, 4), jnp.float32)
-
-
-def _even(array: jax.Array) -> jax.Array:
-    """Returns an array whose last axis a zero makes even."""
-    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, array.shape[-1] % 2)])
 
 
 def _columns_contiguous(operand: Operand) -> Operand:
@@ -432,7 +429,7 @@ def _columns_contiguous(operand: Operand) -> Operand:
     if axes not in ("jc", "cj"):
         return operand
     columns = array if axes == "cj" else jnp.swapaxes(array, 1, 2)
-    return Operand(jnp.pad(columns, ((0, 0), (0, 0), (0, -columns.shape[2] % _RUN))), "cj")
+    return Operand(_filled_up(columns, _RUN), "cj")
 
 
 def _choose_tile(size: dict[str, int], held: int) -> Tile:

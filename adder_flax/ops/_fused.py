@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from adder_flax.arrays import AnyArray
-from adder_flax.ops._arrays import accumulation_dtype, as_mask, upcast
+from adder_flax.ops._arrays import accumulation_dtype, as_mask, sum_to, upcast
 from adder_flax.ops._backend import expected_platform
 from adder_flax.ops._partition import vary_alike
 from adder_flax.settings import is_on
@@ -169,10 +169,9 @@ def _fused_fwd(options, operands):
         given = operands.query, block.key, operands.parameters, operands.scale, block.bias
         logits = _logits(options.score, *given)
         visible = _visible(options, block, num_queries)
-        seen = logits if visible is None else jnp.where(visible, logits, lowest)
+        seen = _where(visible, logits, lowest)
         new_highest = jnp.maximum(highest, seen.max(-1))
-        weights = jnp.exp(logits - new_highest[..., None])
-        weights = weights if visible is None else jnp.where(visible, weights, 0.0)
+        weights = _where(visible, jnp.exp(seen - new_highest[..., None]), 0.0)
         decay = jnp.exp(highest - new_highest)
         denominator = decay * denominator + weights.sum(-1)
         kept = weights
@@ -212,13 +211,13 @@ def _fused_bwd(options, residuals, g):
         shared = operands.query, operands.parameters, operands.scale, biases[0]
         logits, pull = jax.vjp(logits_of, *shared, block.key, biases[1])
         visible = _visible(options, block, num_queries)
-        weights = jnp.exp(logits - log_denominator[..., None])
-        weights = weights if visible is None else jnp.where(visible, weights, 0.0)
+        seen = _where(visible, logits, jnp.finfo(logits.dtype).min)
+        weights = _where(visible, jnp.exp(seen - log_denominator[..., None]), 0.0)
         keep = 1.0 if block.dropout_key is None else _keep(operands, block, weights.shape)
         d_value = jnp.swapaxes(weights * keep, -1, -2) @ g
         d_weights = keep * (g @ jnp.swapaxes(upcast(block.value)[0], -1, -2))
         d_logits = weights * (d_weights - g_output[..., None])
-        *d_shared, d_key, d_own_bias = pull(_sum_to(d_logits, logits.shape).astype(logits.dtype))
+        *d_shared, d_key, d_own_bias = pull(sum_to(d_logits, logits.shape).astype(logits.dtype))
         totals = jax.tree.map(
             lambda total, d: total + d.astype(total.dtype), totals, tuple(d_shared)
         )
@@ -304,14 +303,16 @@ def _visible(options, block, num_queries):
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
 
+def _where(visible, array, other):
+    """An array, and something else for keys that are not seen.
+
+    Before the exponential as well as behind it: that of a hidden key may be infinite, whose second
+    derivative would be NaN.
+    """
+    return array if visible is None else jnp.where(visible, array, other)
+
+
 def _keep(operands, block, shape):
     """The factors of dropout: zero, or what keeps the mean."""
     keep = 1.0 - operands.dropout_rate
     return jax.random.bernoulli(block.dropout_key, keep, shape) / keep
-
-
-def _sum_to(array, shape):
-    """Sums an array over leading axes along which something of this shape was broadcast to it."""
-    array = array.sum(tuple(range(array.ndim - len(shape))))
-    axes = tuple(i for i, length in enumerate(shape) if length == 1 and array.shape[i] != 1)
-    return array.sum(axes, keepdims=True) if axes else array

@@ -31,6 +31,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from adder_flax.ops._arrays import Operand, axis_lengths, to_nk, upcast
 from adder_flax.ops._backend import Backend, up_to_float32
+from adder_flax.ops._partition import result_type
 from adder_flax.ops._xla import unless_empty
 
 _LANES = 128
@@ -74,16 +75,6 @@ class Reduction(NamedTuple):
     step: Callable
     totals: int = 1
     finish: Callable = lambda total: total
-
-    def out_types(self, size: dict[str, int]) -> list[jax.ShapeDtypeStruct]:
-        """Returns the type of each output, which varies under `jax.shard_map` over the mesh axes
-        that any operand does.
-        """
-        arrays = [array for array, _ in self.operands]
-        total = jax.eval_shape(
-            lambda *arrays: sum(a.astype(jnp.float32).sum() for a in arrays), *arrays
-        )
-        return [total.update(shape=(size["b"], size["i"], size["j"]))] * self.totals
 
 
 class PallasTpuBackend(Backend):
@@ -172,7 +163,8 @@ class PallasTpuBackend(Backend):
     def _reduce(self, reduction: Reduction) -> Sequence[jax.Array]:
         """Computes the reduction; returns one float32 array (B, I, J) for each of its totals."""
         size = axis_lengths(reduction.operands)
-        out_types = reduction.out_types(size)
+        arrays = [operand.array for operand in reduction.operands]
+        out_type = result_type((size["b"], size["i"], size["j"]), jnp.float32, *arrays)
         operands = [_laid_out(operand) for operand in reduction.operands]
         axes = [operand.axes for operand in operands]
         length = {
@@ -196,10 +188,10 @@ class PallasTpuBackend(Backend):
 
         return pl.pallas_call(
             kernel,
-            out_shape=out_types,
+            out_shape=[out_type] * reduction.totals,
             grid=(size["b"], *steps.values()),
             in_specs=[spec(a) for a in axes],
-            out_specs=[spec("ij")] * len(out_types),
+            out_specs=[spec("ij")] * reduction.totals,
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
             ),

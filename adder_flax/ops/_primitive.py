@@ -25,6 +25,7 @@ from jax.sharding import use_abstract_mesh
 
 from adder_flax.arrays import AnyArray
 from adder_flax.ops import _partition
+from adder_flax.ops._arrays import sum_to
 from adder_flax.ops._backend import Backend, get_backend
 
 try:  # JAX has no public name for this, and may give it another
@@ -385,17 +386,9 @@ def _transpose(cotangents, *operands, backend, method, options, mesh):
     if method.startswith(_OF_THREE) and method.endswith("pushforward"):
         gradients = [gradients[i - first] for i in present]
     for i, gradient in zip(present, gradients, strict=True):
-        results[i] = _sum_to(gradient, operands[i].aval)
+        aval = operands[i].aval
+        results[i] = sum_to(gradient, aval.shape).astype(aval.dtype)
     return results
 
 
 ad.primitive_transposes[_pairs] = _transpose
-
-
-def _sum_to(gradient, aval):
-    """Sums over the axes along which an operand was repeated."""
-    if gradient.shape == aval.shape:
-        return gradient.astype(aval.dtype)
-    lengths = zip(gradient.shape, aval.shape, strict=True)
-    repeated = [i for i, (length, own) in enumerate(lengths) if own == 1 and length != 1]
-    return gradient.sum(tuple(repeated), keepdims=True).astype(aval.dtype)

@@ -86,11 +86,7 @@ def sad_matmul(
     if not isinstance(w, SadWeights):
         _check_alike("x", x, "w", w)
     rows, columns = _as_bytes("x", x), sad_pack(w).columns
-    if rows.ndim == 0 or rows.shape[-1] != columns.shape[-1]:
-        raise ValueError(
-            f"expected x of shape (..., K) and w of shape (K, N) with the same K; got {rows.shape} "
-            f"and {columns.shape[::-1]}; the last axis of x is contracted with the first axis of w"
-        )
+    _check_terms(rows, columns)
 
     def product(x, columns):
         flat = x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1])
@@ -181,6 +177,9 @@ def sad_norm(
       gelu: whether the exact GELU follows.
       to: the grid of a next layer, whose bytes are returned then.
 
+    Raises:
+      ValueError: if the shapes do not fit.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from adder_flax import ops
@@ -192,7 +191,11 @@ def sad_norm(
     x = jnp.asarray(x)
     if x.dtype != jnp.uint8:
         x = x.astype(jnp.float32)
-    table = jnp.stack([jnp.asarray(row, jnp.float32) for row in (excess, scale, bias)])
+    _check_terms(x, w.columns)
+    outputs = w.columns.shape[:1]
+    table = jnp.stack(
+        [jnp.broadcast_to(jnp.asarray(row, jnp.float32), outputs) for row in (excess, scale, bias)]
+    )
     ends = jnp.stack([jnp.asarray(end, jnp.float32) for end in (*grid[:2], *(to or grid)[:2])])
     levels, y_levels = grid[2], to[2] if to else 0
     how = dict(levels=levels, y_levels=y_levels, epsilon=float(epsilon), gelu=gelu)
@@ -244,6 +247,9 @@ def sad_attention(
       lowest, step, levels: of the grid, one for all heads or one for each.
       factor: on the scores, likewise.
 
+    Raises:
+      ValueError: if the shapes do not fit.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from adder_flax import ops
@@ -253,6 +259,14 @@ def sad_attention(
       [0.0, 4.0]
     """
     arrays = [jnp.asarray(a, jnp.float32) for a in (query, key, value)]
+    shapes = [a.shape for a in arrays]
+    axes = [(*shape[:-3], *shape[-2:]) for shape in shapes[:2]]
+    if min(map(len, shapes)) < 3 or axes[0] != axes[1] or shapes[1][:-1] != shapes[2][:-1]:
+        raise ValueError(
+            "expected query (..., Nq, heads, d), key (..., Nk, heads, d) and value (..., Nk, "
+            f"heads, dv) with the same leading axes, heads and d; got {shapes}; project or repeat "
+            "them first"
+        )
     of_head = [
         jnp.broadcast_to(jnp.asarray(a, jnp.float32), arrays[0].shape[-2])
         for a in (lowest, step, factor)
@@ -343,6 +357,14 @@ def _reach(array):
     array = jax.lax.stop_gradient(array)
     mean, far = array.mean(), 3 * array.std()
     return jnp.maximum(array.min(), mean - far), jnp.minimum(array.max(), mean + far)
+
+
+def _check_terms(x, columns):
+    if x.ndim == 0 or x.shape[-1] != columns.shape[-1]:
+        raise ValueError(
+            f"expected x of shape (..., K) and w of shape (K, N) with the same K; got {x.shape} "
+            f"and {columns.shape[::-1]}; the last axis of x is contracted with the first axis of w"
+        )
 
 
 def _check_alike(name, array, other_name, other):

@@ -112,6 +112,26 @@ def test_fully_masked_rows_are_zero_and_have_finite_gradients(forbid):
     assert not any(np.any(g) for g in gradients)
 
 
+@pytest.mark.parametrize("key_block", [None, 2])
+def test_nan_in_a_bias_hides_no_key(key_block):
+    bias = jnp.zeros((4, 4)).at[1, 2].set(jnp.nan)
+    out = attention.dot_product_attention(*make_inputs(4, 4), bias=bias, key_block=key_block)
+    assert np.isnan(out).any((0, 2, 3)).tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("key_block", [None, 2])
+def test_samples_may_stand_at_places_of_their_own_in_a_cache(key_block):
+    query, key, value = make_inputs(2, 6, heads=4, kv_heads=2)
+    attend = functools.partial(attention.adder_attention, is_causal=True, key_block=key_block)
+    found = attend(query, key, value, query_position=jnp.array([1, 4]))
+    for sample, place in enumerate((1, 4)):
+        alone = (x[sample : sample + 1] for x in (query, key, value))
+        expected = attend(*alone, query_position=place)[0]
+        np.testing.assert_allclose(found[sample], expected, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match=r"of shape \(2,\), got \(1,\)"):
+        attend(query, key, value, query_position=jnp.array([1]))
+
+
 def test_identity_keeps_the_value_of_a_query_that_sees_nothing():
     query, key, value = make_inputs(4, 4)
     out = attention.adder_attention(query, key, value, mask=jnp.zeros((2, 1, 4, 4), bool))

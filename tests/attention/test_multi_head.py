@@ -110,6 +110,11 @@ def test_injected_projections_are_used():
     assert run(module, tokens()).shape == (3, 5, WIDTH)
 
 
+def test_nnx_tabulate_shows_a_score_with_parameters():
+    module = attention.MultiHeadAttention(2, 8, score="bilinear", rngs=nnx.Rngs(0))
+    assert "Total Parameters: 320" in nnx.tabulate(module, jnp.ones((2, 5, 8)))  # 4 · 72 + 2 · 16
+
+
 def test_dropout_takes_its_key_at_the_call():
     module = randomised(
         lambda: attention.MultiHeadAttention(HEADS, WIDTH, dropout_rate=0.5, rngs=nnx.Rngs(0))

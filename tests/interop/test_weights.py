@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from adder_flax import interop, models, training
+from adder_flax import interop, models, quantized, training
 from adder_flax.experiments import common
 from adder_flax.interop import _network
 from tests.interop.reference import timm_forward
@@ -207,6 +207,11 @@ def test_what_others_have_no_name_for_is_not_written(tmp_path):
         assert interop.load_weights(make(seed=1, **options), tmp_path / "own") == ()
     with pytest.raises(ValueError, match="expected dot-product attention .* got bilinear"):
         interop.save_weights(make(score="bilinear"), tmp_path / "x", names="hugging_face")
+    few, layer = make(**ADDER), make(**ADDER).blocks[0].mlp.fc1
+    weights = quantized.quantize_weights(layer.kernel[...], quantized.Grid(-1.0, 0.01))
+    few.blocks[0].mlp.fc1 = quantized.AdderLinear.of_weights(layer, weights)
+    with pytest.raises(ValueError, match="got one with layers in few bits"):
+        interop.save_weights(few, tmp_path / "x")
     with pytest.raises(ValueError, match="expected names of adder_flax, timm, .*_5, got 'keras'"):
         interop.save_weights(make(), tmp_path / "x", names="keras")
     assert not (tmp_path / "x").exists()

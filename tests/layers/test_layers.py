@@ -227,6 +227,14 @@ def test_patches_equal_a_strided_convolution():
     np.testing.assert_array_equal(patches[0, 1], [3, 4, 5, 9, 10, 11, 15, 16, 17])
 
 
+def test_squared_distances_take_a_product_in_full_precision_on_accelerators_too():
+    arrays = jnp.ones((2, 3)), jnp.ones((3, 4))
+    program = jax.make_jaxpr(layers.half_squared_distances)(*arrays)
+    products = [e for e in program.eqns if e.primitive.name == "dot_general"]
+    highest = jax.lax.Precision.HIGHEST
+    assert [e.params["precision"] for e in products] == [(highest, highest)]
+
+
 @pytest.mark.parametrize("strides", [(), (1, 2)])
 @pytest.mark.parametrize("kind", ["dense", "adder", "bare adder"])
 def test_a_stem_equals_strided_convolutions(kind, strides):

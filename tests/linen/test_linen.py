@@ -181,6 +181,21 @@ def test_bfloat16_is_as_near_to_float32_in_both():
         assert 0 < _distance(gradients, truth[1]) < 20 * rounding
 
 
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+@pytest.mark.parametrize("given", [jnp.float32, jnp.bfloat16])
+def test_the_norm_is_that_of_flax_linen(given, dtype):
+    x = (1000 + 10 * rows(3, 8)).astype(given)  # of which bfloat16 keeps two digits
+    params = {"scale": rows(8), "bias": rows(8, seed=1)}
+    found, expected = (
+        norm(dtype=dtype, use_fast_variance=False).apply({"params": params}, x)
+        for norm in (linen.LayerNorm, nn.LayerNorm)
+    )
+    assert found.dtype == expected.dtype
+    np.testing.assert_allclose(
+        found.astype(float), expected.astype(float), rtol=2e-2 if dtype else 1e-4, atol=1e-4
+    )
+
+
 @pytest.mark.parametrize(
     ("make_nnx", "module"),
     [
@@ -314,6 +329,36 @@ def test_the_curvature_of_a_network_in_linen_is_that_of_its_nnx_form():
     kinds = lambda layers: sorted(block.uses[0].layer.kind for block in layers.blocks.values())
     assert kinds(found) == kinds(expected)
     assert found.coverage == expected.coverage
+
+
+@pytest.mark.parametrize("norm", ["layernorm", None])
+@pytest.mark.parametrize("w_gradient", ["full", "sign"])
+def test_the_curvature_of_an_adder_layer_is_that_of_its_nnx_form(w_gradient, norm):
+    options, x = dict(norm=norm, w_gradient=w_gradient), rows(5, 8)
+    module, ours = (
+        linen.AdderLinear(6, **options),
+        layers.AdderLinear(8, 6, **options, rngs=nnx.Rngs(0)),
+    )
+    graphdef, state = nnx.split(ours)
+    params, square = nnx.to_pure_dict(state), lambda y: (jnp.square(y).mean(), y)
+    found, expected = (
+        kfac.find_layers(lambda p, x, apply=apply: square(apply(p, x)), params, x)
+        for apply in (
+            lambda p, x: module.apply({"params": p}, x),
+            lambda p, x: nnx.merge(graphdef, p)(x),
+        )
+    )
+    kinds = lambda layers: sorted(block.uses[0].layer.kind for block in layers.blocks.values())
+    assert kinds(found) == kinds(expected)
+    assert found.coverage == expected.coverage == 1.0
+
+
+def test_images_of_another_size_have_resized_positions():
+    ours = randomised(lambda: models.VisionTransformer(**VIT, rngs=nnx.Rngs(0)))
+    params = linen.from_nnx(nnx.to_pure_dict(nnx.state(ours)))
+    module, larger = linen.VisionTransformer(**TINY, image_size=4), rows(3, 4, 8, 1)
+    found = module.apply({"params": params}, larger)
+    np.testing.assert_allclose(found, ours(larger), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -176,6 +176,28 @@ def test_second_derivatives_are_those_of_the_whole_map():
         assert_close(curvature(blocks), curvature(whole_map))
 
 
+def test_hidden_keys_have_finite_second_derivatives():
+    query, key, value = normal((4, 2), (4, 2), (4, 3))
+    key[3] *= 1e4  # whose scores would overflow, if they were seen
+    mask = np.ones((4, 4), bool)
+    mask[:, 3], mask[2] = False, False  # and a query that sees nothing
+
+    score = lambda query, key: query @ jnp.swapaxes(key, -1, -2)
+
+    def curvature(attention):
+        def slope(query):
+            loss = lambda query: jnp.sin(attention(score, query, key, value, mask=mask)).sum()
+            return jnp.square(jax.grad(loss)(query)).sum()
+
+        return jax.grad(slope)(jnp.asarray(query))
+
+    blocks = functools.partial(ops.fused_attention, key_block=2)
+    with jax.enable_x64(True):
+        found, expected = curvature(blocks), curvature(whole_map)
+    assert np.any(expected)
+    assert_close(found, expected)
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of CPUs")
 def test_blocks_are_preferred_for_long_sequences_alone():
     preferred = [ops.preferred_key_block(n) for n in (0, 1, 65, 197, 512, 4096)]

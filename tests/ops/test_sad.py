@@ -290,6 +290,23 @@ def test_layers_and_attention_without_rows_terms_or_outputs(empty):
     assert y.shape == (*shape[:2], 2, shape[2])
 
 
+@pytest.mark.unchecked
+def test_shapes_that_do_not_fit_are_refused_before_a_kernel_reads_beyond_them():
+    x, columns, own = layer_of(3, 8, 4)
+    with pytest.raises(ValueError, match=r"got \(3, 6\) and \(8, 4\)"):
+        ops.sad_norm(x[:, :6], ops.SadWeights(jnp.asarray(columns)), **own)
+    with pytest.raises(ValueError, match="broadcast"):
+        ops.sad_norm(x, ops.SadWeights(jnp.asarray(columns)), **own | {"scale": np.ones(3)})
+    (query, key, value), ends = heads_of(2, 5, 7, 2, 8, 4)
+    for other in (
+        (query[..., :4], key, value),
+        (query, key[:1], value),
+        (query, key, value[:, 1:]),
+    ):
+        with pytest.raises(ValueError, match="the same leading axes, heads and d; got"):
+            ops.sad_attention(*other, **ends, levels=31)
+
+
 def test_leading_axes_mapped_axes_and_threads_change_nothing():
     x, columns, own = layer_of(24, 40, 33)
     weights = ops.SadWeights(jnp.asarray(columns))
