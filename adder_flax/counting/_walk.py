@@ -219,7 +219,7 @@ def _walk_inner(
     elif name == "pallas_call":
         times = math.prod(params["grid_mapping"].grid)
     elif name == "reduce":
-        times = sum(size(v) for v in equation.invars[: len(equation.invars) // 2])
+        times = size(equation.invars[0])
     elif name == "while":
         tally.uncounted["while: trips beyond the first"] += 1
     for part in parts:

@@ -10,6 +10,7 @@ import pytest
 
 from adder_flax.compare import Comparison, Record
 from adder_flax.compare.blocks import as_markdown
+from adder_flax.compare.cells import _curve
 from adder_flax.compare.figures import forest, profiles
 from adder_flax.compare.table import about, cautions, costs, finding, rows_of, runs_csv, scores
 from adder_flax.compare.trivial import add_trivial, read_trivial
@@ -335,3 +336,14 @@ def test_six_seeds_put_no_arm_ahead_but_in_a_table_that_was_to_decide(
     assert page.splitlines()[4].startswith("![Differences of 2 arms from dot")
     assert again[8:] == ["1.000", "1.000", "no difference that 6 seeds can tell |"]
     assert ("no arm can be called ahead" in page) == (not confirmatory)
+
+
+def test_a_score_that_is_not_finite_once_is_no_end_of_a_record(tmp_path):
+    """Of a correlation, say, of answers that are all alike before the first step."""
+    rows = [
+        {"step": 0, "eval/loss": 2.0, "eval/r": math.nan, "eval/never": math.inf},
+        {"step": 5, "train/loss": 1.0},
+        {"step": 10, "eval/loss": 1.0, "eval/r": 0.5, "eval/never": math.inf},
+        {"step": 20, "eval/loss": math.nan, "eval/r": 0.6, "eval/never": math.inf},
+    ]
+    assert _curve(rows) == {"step": [10], "loss": [1.0], "r": [0.5]}

@@ -92,7 +92,7 @@ def _confused_pairs(table: np.ndarray, answers: Answers) -> Picture:
 
 def _class_accuracy(table: np.ndarray, answers: Answers) -> Picture:
     count, right = table.sum(1), np.diag(table)
-    accuracy = right / np.maximum(count, 1)
+    accuracy = np.where(count, right / np.maximum(count, 1), np.nan)
     there = np.flatnonzero(count)
     worst = there[np.argsort(accuracy[there], kind="stable")][:_SHOWN_CLASSES]
     figure, axes = _style.new_figure(7.0, 1.2 + 0.24 * len(worst))

@@ -156,12 +156,13 @@ def _attention_picture(study: Study) -> Picture:
         for index in subject.blocks(3, 6, 10)
     }
     who = " (upper rows) and ".join(models) + (" looks" if alone else " (lower rows) look")
+    place = "the class token" if study.subject.in_front["class_token"] else "the mean patch"
     return Picture(
         "class-attention",
         figure,
-        f"Where {who} from the class token (the paper's figure 3), mean of the heads, and the "
-        "rollout through all blocks, in which the residual counts once and the identity map as "
-        "the shortcut it is.",
+        f"Where {who} from {place} (the paper's figure 3), mean of the heads, and the rollout "
+        "through all blocks, in which the residual counts once and the identity map as the "
+        "shortcut it is.",
         "Test images with attention drawn over them for three blocks, and rollout, one row for "
         "each model.",
         data,
