@@ -277,8 +277,9 @@ def _profile(costs: Mapping[str, Mapping[str, Sequence[float | None]]]) -> Pictu
     # Not all may be timed.
     many = dict.fromkeys(str(len(row)) for table in costs.values() for row in table.values())
     caption = (
-        f"Performance profiles: the share of {' or '.join(many)} comparisons in which the median run "
-        f"is at its target within a factor of the fewest {' or '.join(costs)} that any arm takes."
+        f"Performance profiles: the share of {' or '.join(many)} comparisons in which the median "
+        f"run is at its target within a factor of the fewest {' or '.join(costs)} that any arm "
+        "takes."
     )
     return Picture("profile", figure, caption, "Performance profiles over comparisons", data)
 
