@@ -81,8 +81,8 @@ def run_cell(
                 test = training.Evaluator(tested)(training.evaluation_params(result.state))
             best = f"eval/{run.task.best.name}"
             ends = [found[best] for found in (scores, test) if found]
-            if not all(map(math.isfinite, ends)):
-                diverged, scores, test = f"{run.task.best.name} {ends[-1]} at its end", {}, {}
+            if broken := [end for end in ends if not math.isfinite(end)]:
+                diverged, scores, test = f"{run.task.best.name} {broken[0]} at its end", {}, {}
     rows = training.read_metrics(workdir)
     return Record(
         arm=cell.arm.name,

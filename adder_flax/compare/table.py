@@ -195,9 +195,9 @@ def about(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
             f"once, after the last step of each final run; tuning and curves are on {held}."
         )
     ]
-    done = {row.arm.name: len(row.records) + len(row.elsewhere) for row in rows}
-    missing = {name: settings.seeds - number for name, number in done.items()}
-    if shown := ", ".join(f"{name} {number}" for name, number in missing.items() if number):
+    missing = [settings.seeds - len(row.records) - len(row.elsewhere) for row in rows]
+    found = zip(rows, missing, strict=True)
+    if shown := ", ".join(f"{row.arm.name} {number}" for row, number in found if number):
         text = f"Not finished: final runs that are missing are, by arm, {shown}."
         blocks.append(Paragraph(text, strong=True))
     by_machine: dict[tuple[Any, ...], list[Record]] = {}
