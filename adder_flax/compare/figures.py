@@ -142,7 +142,7 @@ def curves(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
         )
         label = "seconds of training, evaluations left out"
         pictures.append(_curves("seconds", best, rows, seconds, label, caption))
-    return pictures
+    return [picture for picture in pictures if picture.data]
 
 
 def _curves(
@@ -151,7 +151,7 @@ def _curves(
     figure, axes = report.new_figure(WIDTH, _HEIGHT + _legend_inches(rows))
     data: dict[str, np.ndarray] = {}
     for number, row in enumerate(rows):
-        found = [record.curve for record in row.records if not record.diverged]
+        found = [r.curve for r in row.records if not r.diverged and r.curve.get(best)]
         if not found or row.arm.name not in unit:
             continue
         # An evaluation that was not finite is not there.

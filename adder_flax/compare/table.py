@@ -113,8 +113,8 @@ def rows_of(comparison: Comparison) -> list[Row]:
         target = _target(comparison, records[(plan.baseline_of(arm) or arm).name])
         reached = [
             None
-            if target is None
-            else first_reaching(r.curve["step"], r.curve.get(best, []), target, largest=largest)
+            if target is None or best not in r.curve
+            else first_reaching(r.curve["step"], r.curve[best], target, largest=largest)
             for r in records[name]
         ]
         tuning = comparison.tuning(arm)

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from adder_flax.compare import Comparison, Record
+from adder_flax.compare import Comparison, Record, write_results
 from adder_flax.compare.blocks import as_markdown
 from adder_flax.compare.cells import _curve
 from adder_flax.compare.figures import forest, profiles
@@ -347,3 +347,15 @@ def test_a_score_that_is_not_finite_once_is_no_end_of_a_record(tmp_path):
         {"step": 20, "eval/loss": math.nan, "eval/r": 0.6, "eval/never": math.inf},
     ]
     assert _curve(rows) == {"step": [10], "loss": [1.0], "r": [0.5]}
+
+
+def test_runs_of_which_none_has_a_curve_have_a_page_without_one(tmp_path):
+    """All diverged, or their losses were not finite wherever they were looked at."""
+    for number, curve in enumerate(({"step": []}, {"step": [4], "loss": [1.0]})):
+        comparison = two_arms(tmp_path / str(number), seeds=1)
+        for arm in comparison.plan.arms.values():
+            for cell in comparison.final_cells(arm):
+                record = _record(cell, 0.5 if number else math.nan)
+                comparison.records.put(cell, dataclasses.replace(record, curve=curve))
+        [page, *_] = write_results(comparison)
+        assert "Along training" not in page.read_text()
