@@ -138,7 +138,7 @@ def write_across(folders: Sequence[str | Path], out: str | Path, title: str) -> 
                 f"(`python -m benchmarks.compare seconds`) on {machine}; {dates}."
             ),
         ]
-    picture = _profile(costs, len(workloads))
+    picture = _profile(costs)
     document.write_picture(picture, out)
     blocks += [Heading(2, "Over all of them"), *_overall(costs, workloads), picture]
     write_text(out / "results.md", as_markdown(blocks))
@@ -266,7 +266,7 @@ def _lines(workload: Workload, arms: Sequence[str]) -> list[Line]:
     return lines
 
 
-def _profile(costs: Mapping[str, Mapping[str, Sequence[float | None]]], many: int) -> Picture:
+def _profile(costs: Mapping[str, Mapping[str, Sequence[float | None]]]) -> Picture:
     figure, axes = report.new_figure(WIDTH, 2.6 * len(costs) + 1.2, rows=len(costs))
     data: dict[str, Any] = {}
     for place, (name, table) in zip(axes[:, 0], costs.items(), strict=True):
@@ -274,9 +274,12 @@ def _profile(costs: Mapping[str, Mapping[str, Sequence[float | None]]], many: in
         columns = draw_profiles(place, table, label, "share at the target")
         data |= {f"{key}, {name}": column for key, column in columns.items()}
     legend_below(axes[-1, 0])
+    # Not all may be timed.
+    many = dict.fromkeys(str(len(row)) for table in costs.values() for row in table.values())
     caption = (
-        f"Performance profiles: the share of {many} comparisons in which the median run is at its "
-        f"target within a factor of the fewest {' or '.join(costs)} that any arm takes."
+        f"Performance profiles: the share of {' or '.join(many)} comparisons in which the median "
+        f"run is at its target within a factor of the fewest {' or '.join(costs)} that any arm "
+        "takes."
     )
     return Picture("profile", figure, caption, "Performance profiles over comparisons", data)
 

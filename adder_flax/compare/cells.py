@@ -81,8 +81,8 @@ def run_cell(
                 test = training.Evaluator(tested)(training.evaluation_params(result.state))
             best = f"eval/{run.task.best.name}"
             ends = [found[best] for found in (scores, test) if found]
-            if not all(map(math.isfinite, ends)):
-                diverged, scores, test = f"{run.task.best.name} {ends[-1]} at its end", {}, {}
+            if broken := [end for end in ends if not math.isfinite(end)]:
+                diverged, scores, test = f"{run.task.best.name} {broken[0]} at its end", {}, {}
     rows = training.read_metrics(workdir)
     return Record(
         arm=cell.arm.name,
@@ -159,14 +159,15 @@ def _plain(scores: dict[str, float]) -> dict[str, float]:
 
 
 def _curve(rows: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Without scores that are never finite, and without evaluations of which another one is not."""
     evaluated = [row for row in rows if math.isfinite(row.get("eval/loss", math.nan))]
-    curve: dict[str, list[float]] = {"step": [int(row["step"]) for row in evaluated]}
-    for name in evaluated[0] if evaluated else ():
-        if name.startswith("eval/"):
-            curve[name.removeprefix("eval/")] = [
-                round(row[name], CURVE_DIGITS) for row in evaluated
-            ]
-    return curve
+    every = dict.fromkeys(name for row in evaluated for name in row if name.startswith("eval/"))
+    finite = lambda row, name: math.isfinite(row.get(name, math.nan))
+    names = [name for name in every if any(finite(row, name) for row in evaluated)]
+    kept = [row for row in evaluated if all(finite(row, name) for name in names)]
+    of = lambda name: [round(row[name], CURVE_DIGITS) for row in kept]
+    scores = {name.removeprefix("eval/"): of(name) for name in names}
+    return {"step": [int(row["step"]) for row in kept], **scores}
 
 
 def _step_seconds(rows: list[dict[str, float]], run: training.Run) -> float:

@@ -49,7 +49,7 @@ def forest(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
     for row in rows:
         if found := row.difference:
             lines.append(Line(row.arm.name, found.mean, found.low, found.high, row.told in TOLD))
-        elif row.scores:
+        elif row.scores and comparison.plan.baseline_of(row.arm) is None:
             lines.append(Line(row.arm.name))
     best, largest = comparison.best
     baselines = [line.name for line in lines if line.mean is None]
@@ -126,18 +126,14 @@ def _reach(lines: Sequence[Line]) -> float:
 
 def curves(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
     """Returns validation scores along steps, and along seconds where arms were timed in turn."""
-    best = comparison.best.name
-    pictures = [
-        _curves(
-            "curves",
-            best,
-            rows,
-            dict.fromkeys((row.arm.name for row in rows), 1.0),
-            "training step",
-            f"Validation {best} along training: the mean over the seeds, the band from the lowest "
-            "to the highest.",
-        )
-    ]
+    best, steps = comparison.best.name, dict.fromkeys((row.arm.name for row in rows), 1.0)
+    caption = (
+        f"Validation {best} along training: the mean over the seeds, the band from the lowest to "
+        "the highest."
+    )
+    if any(record.diverged for row in rows for record in row.records):
+        caption += " Runs that diverged are left out."
+    pictures = [_curves("curves", best, rows, steps, "training step", caption)]
     for machine, timed in list(read_timing(comparison.results / TIMING).items())[:1]:
         seconds = {row["arm"]: float(row["step_seconds"]) for row in timed}
         caption = (
@@ -146,7 +142,7 @@ def curves(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
         )
         label = "seconds of training, evaluations left out"
         pictures.append(_curves("seconds", best, rows, seconds, label, caption))
-    return pictures
+    return [picture for picture in pictures if picture.data]
 
 
 def _curves(
@@ -155,7 +151,7 @@ def _curves(
     figure, axes = report.new_figure(WIDTH, _HEIGHT + _legend_inches(rows))
     data: dict[str, np.ndarray] = {}
     for number, row in enumerate(rows):
-        found = [record.curve for record in row.records if not record.diverged]
+        found = [r.curve for r in row.records if not r.diverged and r.curve.get(best)]
         if not found or row.arm.name not in unit:
             continue
         # An evaluation that was not finite is not there.
@@ -199,11 +195,13 @@ def energy(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
 def profiles(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
     """Instances are seeds of a level of the factors that are not compared."""
     settings = comparison.plan.settings
+    compared = settings.baseline or settings.factors
     by_arm: dict[str, dict[tuple[str, int], float | None]] = {}
     for row in rows:
-        compared = {row.arm.levels[factor] for factor in settings.baseline} or {row.arm.name}
-        others = ", ".join(level for level in row.arm.levels.values() if level not in compared)
-        costs = by_arm.setdefault(", ".join(sorted(compared)), {})
+        levels = row.arm.levels.items()
+        others = ", ".join(level for factor, level in levels if factor not in compared)
+        arm = ", ".join(level for factor, level in levels if factor in compared)
+        costs = by_arm.setdefault(arm, {})
         for record, steps in zip(row.records, row.reached, strict=True):
             cost = None if steps is None else steps * record.facts["step_operations"]
             costs[others, record.seed] = cost

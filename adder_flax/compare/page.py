@@ -47,6 +47,7 @@ def write_results(comparison: Comparison) -> list[Path]:
 def page_of(comparison: Comparison, rows: Sequence[Row]) -> list[Block | Picture]:
     """Returns the finding and its picture, then tables, costs, what was tuned, and commands."""
     finished = [row for row in rows if row.records]
+    along = figures.curves(comparison, finished) if finished else []
     tuned = [Heading(2, "What was tuned"), *table.tuned(comparison, rows)]
     return [
         Heading(1, comparison.plan.settings.title),
@@ -56,12 +57,11 @@ def page_of(comparison: Comparison, rows: Sequence[Row]) -> list[Block | Picture
         Heading(2, f"Test {comparison.best.name}"),
         table.scores(comparison, rows),
         *table.cautions(comparison, rows),
-        *([Heading(2, "Along training")] if finished else []),
-        *(figures.curves(comparison, finished) if finished else []),
+        *([Heading(2, "Along training"), *along] if along else []),
         Heading(2, "What it costs"),
         *table.costs(rows),
-        *(figures.energy(comparison, finished) if finished else []),
-        *(figures.profiles(comparison, finished) if finished else []),
+        *figures.energy(comparison, finished),
+        *figures.profiles(comparison, finished),
         *(tuned if comparison.plan.searched else []),
         Heading(2, "Run a row again"),
         *table.commands(comparison, rows),

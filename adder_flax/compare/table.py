@@ -28,6 +28,9 @@ from adder_flax.paired import (
 from adder_flax.text import si
 
 _FEWER_TRIALS = (1, 2, 4, 8)
+# Of a record, as columns of runs.csv.
+_FACTS = "parameters", "multiplications", "additions", "joules", "step_operations", "step_joules"
+_MACHINE = "processor", "cores"
 TOLD = "ahead", "behind"
 """Verdicts on an arm that is told from its baseline."""
 _MATCHED = {
@@ -110,8 +113,8 @@ def rows_of(comparison: Comparison) -> list[Row]:
         target = _target(comparison, records[(plan.baseline_of(arm) or arm).name])
         reached = [
             None
-            if target is None
-            else first_reaching(r.curve["step"], r.curve.get(best, []), target, largest=largest)
+            if target is None or best not in r.curve
+            else first_reaching(r.curve["step"], r.curve[best], target, largest=largest)
             for r in records[name]
         ]
         tuning = comparison.tuning(arm)
@@ -139,8 +142,9 @@ def place_of(record: Record) -> tuple[str, str]:
 
 
 def _target(comparison: Comparison, baseline: Sequence[Record]) -> float | None:
-    if comparison.plan.settings.target is not None:
-        return comparison.plan.settings.target
+    settings = comparison.plan.settings
+    if settings.target is not None or not settings.baseline:
+        return settings.target
     name, largest = comparison.best
     scores = [record.validation[name] for record in baseline if not record.diverged]
     # The worse of two in the middle: a mean of them is one that half of the runs never reach.
@@ -167,7 +171,8 @@ def finding(comparison: Comparison, rows: Sequence[Row]) -> str:
     if said:
         rest = f"; none of the other {len(others)} is told from it {by}" if others else ""
         return f"In {score}: {'; '.join(said)}{rest}."
-    means = [mean for _, mean in others if math.isfinite(mean)]
+    every = [mean for _, mean in others]
+    means = list(filter(math.isfinite, every)) or every
     ends = " to ".join(f"{end:+.4f}" for end in dict.fromkeys((min(means), max(means))))
     if len(others) == 1:
         return f"{others[0][0]} is not told from {of} in {score} {by}: it differs by {ends}."
@@ -190,14 +195,15 @@ def about(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
             f"once, after the last step of each final run; tuning and curves are on {held}."
         )
     ]
-    done = {row.arm.name: len(row.records) + len(row.elsewhere) for row in rows}
-    missing = {name: settings.seeds - number for name, number in done.items()}
-    if shown := ", ".join(f"{name} {number}" for name, number in missing.items() if number):
+    missing = [settings.seeds - len(row.records) - len(row.elsewhere) for row in rows]
+    found = zip(rows, missing, strict=True)
+    if shown := ", ".join(f"{row.arm.name} {number}" for row, number in found if number):
         text = f"Not finished: final runs that are missing are, by arm, {shown}."
         blocks.append(Paragraph(text, strong=True))
     by_machine: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
-        by_machine.setdefault(tuple(record.machine.items()), []).append(record)
+        where = *record.machine.items(), *record.versions.items()
+        by_machine.setdefault(where, []).append(record)
     return [*blocks, *map(_machine, by_machine.values())]
 
 
@@ -232,7 +238,7 @@ def scores(comparison: Comparison, rows: Sequence[Row]) -> Block:
                 *(f"{p:.3f}" for p in (found.p_value, row.adjusted)),
                 row.told,
             ]
-        elif scores and plan.baseline_of(row.arm) is None:
+        elif scores and plan.settings.baseline and plan.baseline_of(row.arm) is None:
             cells.append("baseline")
         lines.append(cells)
     for name, score in read_trivial(comparison.results).items():
@@ -245,13 +251,12 @@ def cautions(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
     compared = [row.difference for row in rows if row.difference is not None]
     blocks: list[Block] = []
     if compared:
-        confirmatory, count = comparison.plan.settings.confirmatory, len(compared)
-        fewest = min(found.pairs for found in compared)
-        if fewest < LEAST_SEEDS and not confirmatory:
+        confirmatory, pairs = comparison.plan.settings.confirmatory, [d.pairs for d in compared]
+        if max(pairs) < LEAST_SEEDS and not confirmatory:
             text = (
-                f"With {fewest} pairs of seeds no arm can be called ahead: that takes "
+                f"With {max(pairs)} pairs of seeds no arm can be called ahead: that takes "
                 f"{LEAST_SEEDS}. The smallest p after Holm is "
-                f"{min(1.0, count * 2 / 2**fewest):.3g}."
+                f"{min(holm([2 / 2**n for n in pairs])):.3g}."
             )
             blocks.append(Paragraph(text, strong=True))
         told = (
@@ -265,7 +270,7 @@ def cautions(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
             "A difference is the mean over pairs of one seed, with Student's interval. The "
             "bootstrap's (BCa) beside it is too narrow for few pairs: of six it holds the truth in "
             "86 cases of 100. p is that of the exact two-sided sign-flip test, after Holm that of "
-            f"{count} such tests together. {told}"
+            f"{len(pairs)} such tests together. {told}"
         )
         blocks.append(Paragraph(text))
     if read_trivial(comparison.results):
@@ -313,15 +318,16 @@ def costs(rows: Sequence[Row]) -> list[Block]:
         line = [row.arm.name]
         if row.records:
             facts = row.records[0].facts
-            to_target = ((row.cost_to_target(cost), show) for cost, show in costs)
             line += [
                 f"{facts['parameters']:,.0f}",
                 *(si(facts[name]) for name in ("multiplications", "additions")),
                 joules(facts["joules"]),
                 whole(statistics.median(record.steps for record in row.records)),
-                "" if row.target is None else f"{row.target:.4f}",
-                *("not reached" if cost is None else show(cost) for cost, show in to_target),
             ]
+            if row.target is not None:
+                found = ((row.cost_to_target(cost), show) for cost, show in costs)
+                to_target = ("not reached" if n is None else show(n) for n, show in found)
+                line += [f"{row.target:.4f}", *to_target]
         lines.append(line)
     notes = (
         "Multiplications, additions and energy are those of one example forward; energy is "
@@ -416,25 +422,17 @@ def _command(comparison: Comparison, record: Record) -> str:
 def runs_csv(comparison: Comparison, rows: Sequence[Row]) -> str:
     """Returns every final run as a line of CSV."""
     file, plan, best = io.StringIO(), comparison.plan, comparison.best.name
+    writer = csv.writer(file, lineterminator="\n")
     head = [*plan.settings.factors, "seed", *plan.searched, f"test_{best}", f"validation_{best}"]
-    head += ["diverged", "steps", "seconds", "target", "steps_to_target", "parameters"]
-    head += ["multiplications", "additions", "joules", "step_operations", "step_joules"]
-    head += ["processor", "cores", "command"]
-    writer = csv.DictWriter(file, head, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
+    head += ["diverged", "steps", "seconds", "target", "steps_to_target"]
+    writer.writerow([*head, *_FACTS, *_MACHINE, "command"])
     for row in rows:
         for record, score, reached in zip(row.records, row.scores, row.reached, strict=True):
-            own = {
-                "seed": record.seed,
-                f"test_{best}": score,
-                f"validation_{best}": record.validation.get(best),
-                "diverged": bool(record.diverged),
-                "steps": record.steps,
-                "seconds": round(record.steps * record.seconds["step"], 2),
-                "target": row.target,
-                "steps_to_target": reached,
-                "command": _command(comparison, record),
-            }
-            given = (record.levels, record.values, record.facts, record.machine)
-            writer.writerow({key: value for part in (*given, own) for key, value in part.items()})
+            seconds = round(record.steps * record.seconds["step"], 2)
+            # By place: a factor may be called as another column is.
+            line = [*row.arm.levels.values(), record.seed, *map(record.values.get, plan.searched)]
+            line += [score, record.validation.get(best), bool(record.diverged), record.steps]
+            line += [seconds, row.target, reached, *map(record.facts.get, _FACTS)]
+            line += [*map(record.machine.get, _MACHINE), _command(comparison, record)]
+            writer.writerow(line)
     return file.getvalue()

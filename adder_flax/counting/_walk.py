@@ -46,6 +46,13 @@ _REDUCTIONS = {
     **_of(COMPARE, "reduce_max reduce_min argmax argmin cummax cummin pmax pmin"),
 }
 
+# One per element of what is put into another array, the operand of this number.
+_UPDATES = {
+    "addupdate": (ADD, 1),
+    **dict.fromkeys(("scatter-add", "scatter_add"), (ADD, 2)),
+    **dict.fromkeys(("scatter-mul", "scatter_mul"), (MULTIPLY, 2)),
+}
+
 # The result is the operand seen through other strides: nothing moves.
 _VIEWS = _of(
     "view",
@@ -156,12 +163,9 @@ def _count(equation: Any, tally: Tally, layer: str) -> None:
         tally.add(layer, DIVIDE, out.aval.dtype, size(out) * (params["y"] < 0))
     elif name == "clamp":
         tally.add(layer, COMPARE, out.aval.dtype, 2 * size(out))
-    elif name in ("scatter-add", "scatter_add"):
-        tally.add(layer, ADD, out.aval.dtype, size(equation.invars[2]))
-    elif name in ("scatter-mul", "scatter_mul"):
-        tally.add(layer, MULTIPLY, out.aval.dtype, size(equation.invars[2]))
-    elif name == "addupdate":
-        tally.add(layer, ADD, equation.invars[1].aval.dtype, size(equation.invars[1]))
+    elif name in _UPDATES:
+        kind, place = _UPDATES[name]
+        tally.add(layer, kind, equation.invars[place].aval.dtype, size(equation.invars[place]))
     elif name in ("reduce_window_sum", "reduce_window_max", "reduce_window_min"):
         kind = ADD if name.endswith("sum") else COMPARE
         tally.add(layer, kind, out.aval.dtype, size(out) * math.prod(params["window_dimensions"]))
@@ -219,7 +223,7 @@ def _walk_inner(
     elif name == "pallas_call":
         times = math.prod(params["grid_mapping"].grid)
     elif name == "reduce":
-        times = sum(size(v) for v in equation.invars[: len(equation.invars) // 2])
+        times = size(equation.invars[0])
     elif name == "while":
         tally.uncounted["while: trips beyond the first"] += 1
     for part in parts:

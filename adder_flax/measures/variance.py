@@ -147,11 +147,12 @@ def live_variance(
     query, key = wide(query, key)
     dim = query.shape[-1]
     measured = pair_scores(query, key, score).var((-2, -1)).mean()
-    variances = [float(x.var(-2).mean()) for x in (query, key)]
     predicted = predicted_variance(score, dim)
-    # The dot product's variance is the product of the two, a distance's grows with their sum.
-    both, total = np.prod(variances), sum(variances) / 2
-    factor = {"dot": both, "adder": total, "gaussian": total**2}[score]
+    # Of each component: a product's variance is the product of the two, a distance's grows with
+    # their sum.
+    of_query, of_key = (x.var(-2, ddof=1) for x in (query, key))
+    mean = (of_query + of_key) / 2
+    factor = {"dot": of_query * of_key, "adder": mean, "gaussian": mean**2}[score]
     # Of a token's own components, over the tokens.
     q, k = (x - x.mean(-2, keepdims=True) for x in (query, key))
     scale = np.sqrt((q**2).mean(-2) * (k**2).mean(-2))
@@ -159,7 +160,7 @@ def live_variance(
         head_dim=dim,
         measured=float(measured),
         predicted=predicted,
-        rescaled=predicted * float(factor),
+        rescaled=predicted * float(factor.mean()),
         query_rms=float(np.sqrt(np.mean(query**2))),
         component_correlation=float(np.mean((q * k).mean(-2) / np.where(scale > 0, scale, 1.0))),
         excess_kurtosis=float(np.mean([kurtosis(x, -2).mean() - 3.0 for x in (query, key)])),

@@ -38,15 +38,15 @@ class ModelReport:
 
     Attributes:
       mechanism: name of its attention score, and that it goes without the identity map where others
-        have it.
-      size: number of blocks and their width.
+        have it; of a model without a score its own.
+      size: number of blocks and their width, nothing of a model without.
       accuracy: of its last evaluation on ``split``, nan if none is recorded.
       directory: of the report.
     """
 
     mechanism: str
     data: str
-    size: tuple[int, int]
+    size: str
     seed: int
     split: str
     accuracy: float
@@ -71,11 +71,12 @@ def read_report(workdir: str | Path) -> ModelReport:
         claims = {row["name"]: Claim.from_row(row) for row in csv.DictReader(file)}
     config = json.loads((workdir / "config.json").read_text())
     model, of_data = config["model"], config["data"]
-    without = model["score"] == "adder" and model["identity"] == "off"
+    without = model.get("score") == "adder" and model["identity"] == "off"
+    sized = "depth" in model and "width" in model
     return ModelReport(
-        mechanism=model["score"] + (" without identity" if without else ""),
+        mechanism=model.get("score", model.get("name")) + (" without identity" if without else ""),
         data=of_data["name"],
-        size=(model["depth"], model["width"]),
+        size="{depth} blocks of width {width}".format_map(model) if sized else "",
         seed=config["seed"],
         split="test" if of_data["eval_split"] == "eval" else of_data["eval_split"],
         accuracy=_accuracy(workdir / "metrics.jsonl"),
@@ -264,7 +265,7 @@ def write_claims(
             (group, ", ".join(f"{report.accuracy:.4f}" for report in of_group))
             for group, of_group in groups.items()
         ],
-        size=", ".join(dict.fromkeys("{} blocks of width {}".format(*r.size) for r in reports)),
+        size=", ".join(dict.fromkeys(report.size for report in reports if report.size)),
         tally=_tally(groups),
         commands=_commands(groups),
         claims=claims_list(told),
@@ -295,9 +296,9 @@ def _tally(groups: _Groups) -> str:
     """How the claims stand, over all models that they were measured on."""
     kinds: Counter[str] = Counter()
     for made in _by_name(groups):
-        verdicts = {_verdict(claims) for claims in _measured(made).values()}
-        [kind] = verdicts if len(verdicts) == 1 else [None if verdicts else NOT_MEASURED]
-        kind = "differ between models" if kind is None else kind
+        verdicts = {_verdict(claims) for claims in _measured(made).values()} or {NOT_MEASURED}
+        kind = verdicts.pop() or "differ between seeds"
+        kind = "differ between models" if verdicts else kind
         kinds["hold under a condition" if kind.startswith("holds only") else kind] += 1
     return ", ".join(f"{count} {_PLURAL.get(kind, kind)}" for kind, count in kinds.most_common())
 

@@ -6,6 +6,7 @@ it is decided by comparisons, not by the report of one model.
 """
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -93,14 +94,13 @@ def contests_table(contests: Sequence[Contest]) -> str:
     ]
     for contest in contests:
         found, (second, first) = contest.difference, map(statistics.mean, contest.scores)
-        reached = [contest.steps + 1 if at is None else at for at in contest.reached]
-        median = statistics.median(reached)
+        median = statistics.median(math.inf if at is None else at for at in contest.reached)
         lines.append(
             f"| [{contest.folder.name}](../results/{contest.folder.name}/results.md) | "
             f"{contest.steps}, {found.pairs} | {contest.first}: {first:.4f} | "
             f"{contest.second}: {second:.4f} | "
             f"{found.mean:+.4f} ({found.low:+.4f} to {found.high:+.4f}; {contest.adjusted:.3f}) | "
-            f"{'not reached' if median > contest.steps else f'{median:g}'} | "
+            f"{'not reached' if median == math.inf else f'{median:g}'} | "
             f"{contest.verdict} |"
         )
     return "\n".join(lines)

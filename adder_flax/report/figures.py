@@ -108,9 +108,15 @@ def _draw_training(axis: "Axes", steps: np.ndarray, values: np.ndarray) -> None:
         axis.plot(steps, values, **line, linewidth=1.4, label="training")
         return
     axis.plot(steps, values, color="#c4c4c4", linewidth=0.7, label="training, single batches")
-    padded = np.pad(np.nan_to_num(values), window // 2, mode="edge")
-    mean = np.convolve(padded, np.ones(window) / window, "same")[window // 2 :][: len(values)]
+    finite = np.isfinite(values)
+    with np.errstate(invalid="ignore"):  # a window of none leaves a gap
+        mean = _sum_around(np.where(finite, values, 0), window) / _sum_around(finite, window)
     axis.plot(steps, mean, **line, linewidth=1.6, label=f"training, mean of {window}")
+
+
+def _sum_around(values: np.ndarray, window: int) -> np.ndarray:
+    padded = np.pad(values.astype(float), window // 2, mode="edge")
+    return np.convolve(padded, np.ones(window), "same")[window // 2 :][: len(values)]
 
 
 def _draw_evaluation(

@@ -143,7 +143,8 @@ def write_study(
     claims = [claim for of_section, _ in sections.values() for claim in of_section]
     table, page = out_dir / "claims.csv", out_dir / "report.html"
     rows = [claim.row() for claim in claims]
-    document.write_csv(table, {field: [row[field] for row in rows] for field in rows[0]})
+    fields = [field.name for field in dataclasses.fields(Claim)]
+    document.write_csv(table, {field: [row[field] for row in rows] for field in fields})
     page.write_text(_page(study, sections, out_dir), encoding="utf-8")
     return Report(page, claims, [*files, table, page])
 
@@ -198,7 +199,8 @@ def _page(study: AnyStudy, sections: _Sections, out_dir: Path) -> str:
         "report.html",
         title=f"{study.subject.name}: claims and measurements",
         name=study.subject.name,
-        tally=", ".join(f"{count[kind]} {of}" for kind, (_, of) in _KINDS.items() if count[kind]),
+        tally=", ".join(f"{count[kind]} {of}" for kind, (_, of) in _KINDS.items() if count[kind])
+        or "no claims",
         about=study.about(),
         sections=shown,
     )

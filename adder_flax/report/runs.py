@@ -43,16 +43,16 @@ def read_runs(folder: str | Path) -> Runs:
         )
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            rows, columns = list(reader), list(reader.fieldnames or [])
-        (test,) = (name for name in columns if name.startswith(_TEST))
-        factors = columns[: columns.index("seed")]
+            columns, *rows = csv.reader(file)
+        # Before them are factors, which may be called as another column is.
+        first = columns.index("seed")
+        (test,) = (name for name in columns[first:] if name.startswith(_TEST))
         arms: dict[str, dict[int, Run]] = {}
-        for row in rows:
-            name = ", ".join(row[factor] for factor in factors)
+        for cells in rows:
+            row = dict(zip(columns[first:], cells[first:], strict=True))
             reached = float(row["steps_to_target"]) if row["steps_to_target"] else None
             run = Run(float(row[test]), int(row["steps"]), reached)
-            arms.setdefault(name, {})[int(row["seed"])] = run
+            arms.setdefault(", ".join(cells[:first]), {})[int(row["seed"])] = run
     except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
         raise ValueError(
             f"expected numbers in the columns seed, {_TEST}…, steps and steps_to_target of {path}, "

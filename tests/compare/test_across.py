@@ -75,6 +75,7 @@ def test_tables_over_two_comparisons(write_runs, tmp_path):
     assert seconds["adam"] == ["**15**"]
     assert seconds["muon"] == ["20"]
     assert "on a machine; today." in page
+    assert "the share of 2 or 1 comparisons in which" in page
     # Only one of the two is ever reached: Muon is first there, SOAP beside it, AdamW at three times
     # their steps and, by the clock, first.
     overall = lines_of(page, "Over all of them")

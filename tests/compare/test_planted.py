@@ -8,10 +8,14 @@ import math
 import numpy as np
 import pytest
 
-from adder_flax.compare import Comparison, Record
-from adder_flax.compare.table import rows_of
+from adder_flax.compare import Comparison, Record, write_results
+from adder_flax.compare.blocks import as_markdown
+from adder_flax.compare.cells import _curve
+from adder_flax.compare.figures import forest, profiles
+from adder_flax.compare.table import about, cautions, costs, finding, rows_of, runs_csv, scores
 from adder_flax.compare.trivial import add_trivial, read_trivial
 from adder_flax.data import load_source
+from adder_flax.report.runs import read_runs
 from tests.compare.tiny import make_config, page_of_records
 
 RATE = "optimizer.learning_rate"
@@ -206,6 +210,103 @@ def test_there_is_no_floor_where_arms_see_other_sets_or_more_than_fits(tmp_path,
         assert read_trivial(comparison.results) == {}
 
 
+def tables_of(comparison):
+    """What a page says without its pictures, which take longer."""
+    parts, rows = (about, scores, cautions), rows_of(comparison)
+    found = [part(comparison, rows) for part in parts]
+    found = [block if isinstance(block, list) else [block] for block in found]
+    return as_markdown([*sum(found, []), *costs(rows)])
+
+
+def test_arms_that_all_diverged_are_named_with_what_they_differ_by(tmp_path):
+    """Losses have no worst value, so that every mean is infinite."""
+    comparison = two_arms(tmp_path, seeds=2)
+    comparison.best = comparison.best._replace(largest=False)
+    fill(comparison, lambda cell: math.nan if cell.arm.name == "additive" else 0.5)
+    said = "additive is not told from dot in test accuracy by 2 seeds (that takes 10)"
+    assert finding(comparison, rows_of(comparison)) == f"{said}: it differs by +inf."
+
+
+def test_the_smallest_p_is_that_of_the_arm_with_the_most_pairs(tmp_path):
+    """Of 7 and 3 pairs it is 2 · 2 / 2⁷; where one has ten, an arm can be called ahead."""
+    factors = {"arm": {"dot": {}, "many": {}, "few": {}}}
+    for most, said in ((7, "With 7 pairs of seeds no arm can be called ahead"), (10, None)):
+        comparison = two_arms(tmp_path / str(most), factors=factors, seeds=10)
+        for arm in comparison.plan.arms.values():
+            seeds = {"dot": 10, "many": most, "few": 3}[arm.name]
+            for cell in comparison.final_cells(arm)[:seeds]:
+                comparison.records.put(cell, _record(cell, 0.5 + 0.1 * (arm.name == "many")))
+        page = tables_of(comparison)
+        assert ("no arm can be called ahead" in page) == bool(said)
+        assert said is None or f"{said}: that takes 10. The smallest p after Holm is 0.0312" in page
+        assert f"| many | {most} | 0.6000 |" in page
+
+
+def test_of_a_baseline_that_has_not_run_nothing_is_said(tmp_path):
+    """Neither that its target is not reached, nor that who waits for it is the baseline."""
+    factors = {"arm": {"dot": {}, "adder": {}}, "rate": {"low": {}, "high": {}}}
+    comparison = two_arms(tmp_path, factors=factors, seeds=2)
+    for name in ("dot, low", "adder, low", "adder, high"):
+        for cell in comparison.final_cells(comparison.plan.arms[name]):
+            comparison.records.put(cell, _record(cell, 0.5))
+    page = tables_of(comparison)
+    assert "not reached" not in page
+    [picture] = forest(comparison, rows_of(comparison))
+    assert picture.data["arm"].tolist() == ["dot, low", "adder, low"]
+
+
+def test_without_a_baseline_no_arm_is_one(tmp_path):
+    comparison = two_arms(tmp_path, baseline={}, seeds=2)
+    fill(comparison, lambda cell: 0.5)
+    page = tables_of(comparison)
+    assert "baseline" not in page
+    assert "not reached" not in page
+    assert [row.target for row in rows_of(comparison)] == [None, None]
+    assert rows_of(two_arms(tmp_path, baseline={}, seeds=2, target=0.4))[1].reached == [8, 8]
+
+
+def test_levels_of_one_name_in_two_factors_stay_apart(tmp_path):
+    """Adder or dense, of the scores' layers and of the MLP: instances are those of one MLP."""
+    levels = {"adder": {}, "dense": {}}
+    factors = {"mlp": levels, "qkv": levels, "steps": {"few": {}, "many": {}}}
+    comparison = two_arms(tmp_path, factors=factors, baseline={"qkv": "dense"}, seeds=1)
+    fill(comparison, lambda cell: 0.5)
+    rows = rows_of(comparison)
+    steps = {("dense", "dense"): 4, ("dense", "adder"): 8, ("adder", "dense"): 2}
+    rows = [
+        dataclasses.replace(
+            row, reached=[steps.get((row.arm.levels["mlp"], row.arm.levels["qkv"]))]
+        )
+        for row in rows
+    ]
+    [picture] = profiles(comparison, rows)
+    # Of four instances dense is first on two, where adder takes twice as long, and adder on two.
+    shares = {name: picture.data[name] for name in ("dense", "adder")}
+    assert {name: (s[0], s[-1]) for name, s in shares.items()} == {
+        "dense": (1.0, 1.0),
+        "adder": (0.0, 0.5),
+    }
+    # A factor may be called as a column is.
+    (tmp_path / "runs.csv").write_text(runs_csv(comparison, rows))
+    found = read_runs(tmp_path).arms
+    assert found.keys() == comparison.plan.arms.keys()
+    assert {run[0].steps for run in found.values()} == {8}
+
+
+def test_machines_with_other_versions_are_told_apart(tmp_path):
+    comparison = two_arms(tmp_path, seeds=2)
+    fill(comparison, lambda cell: 0.5)
+    [cell, _] = comparison.final_cells(comparison.plan.arms["dot"])
+    record = comparison.records.get(cell)
+    newer = dataclasses.replace(record, versions=record.versions | {"optax": "9"})
+    comparison.records.put(cell, newer)
+    page = tables_of(comparison)
+    assert "3 runs on none" in page
+    assert (
+        "1 runs on none, 1 core each (1 × none), 2026-01-01: python 3, jax 0.10.2, optax 9." in page
+    )
+
+
 @pytest.mark.parametrize(
     ("confirmatory", "largest", "told"),
     [(False, True, "no difference that"), (True, True, "ahead"), (True, False, "behind")],
@@ -235,3 +336,26 @@ def test_six_seeds_put_no_arm_ahead_but_in_a_table_that_was_to_decide(
     assert page.splitlines()[4].startswith("![Differences of 2 arms from dot")
     assert again[8:] == ["1.000", "1.000", "no difference that 6 seeds can tell |"]
     assert ("no arm can be called ahead" in page) == (not confirmatory)
+
+
+def test_a_score_that_is_not_finite_once_is_no_end_of_a_record(tmp_path):
+    """Of a correlation, say, of answers that are all alike before the first step."""
+    rows = [
+        {"step": 0, "eval/loss": 2.0, "eval/r": math.nan, "eval/never": math.inf},
+        {"step": 5, "train/loss": 1.0},
+        {"step": 10, "eval/loss": 1.0, "eval/r": 0.5, "eval/never": math.inf},
+        {"step": 20, "eval/loss": math.nan, "eval/r": 0.6, "eval/never": math.inf},
+    ]
+    assert _curve(rows) == {"step": [10], "loss": [1.0], "r": [0.5]}
+
+
+def test_runs_of_which_none_has_a_curve_have_a_page_without_one(tmp_path):
+    """All diverged, or their losses were not finite wherever they were looked at."""
+    for number, curve in enumerate(({"step": []}, {"step": [4], "loss": [1.0]})):
+        comparison = two_arms(tmp_path / str(number), seeds=1)
+        for arm in comparison.plan.arms.values():
+            for cell in comparison.final_cells(arm):
+                record = _record(cell, 0.5 if number else math.nan)
+                comparison.records.put(cell, dataclasses.replace(record, curve=curve))
+        [page, *_] = write_results(comparison)
+        assert "Along training" not in page.read_text()

@@ -313,3 +313,11 @@ def test_counts_are_exact_integers():
     counted = count_operations(jnp.matmul, spec(10**5, 10**5), spec(10**5, 10**5))
     assert counted.multiplications == 10**15
     assert all(type(number) is int for number in counted.counts.values())
+
+
+def test_a_reduction_of_two_arrays_runs_its_body_once_for_each_pair():
+    both = lambda x, y: jax.lax.reduce(
+        (x, y), (0.0, 1.0), lambda a, b: (a[0] + b[0], a[1] * b[1]), (0,)
+    )
+    counted = count_operations(both, *2 * [jax.ShapeDtypeStruct((7,), "float32")])
+    assert (counted.additions, counted.multiplications) == (7, 7)

@@ -76,3 +76,18 @@ def test_live_variance_sees_heavy_tails():
 def test_scores_with_parameters_are_refused():
     with pytest.raises(ValueError, match="one of .*'adder', 'dot', 'gaussian'.*; got 'additive'"):
         predicted_variance("additive", 8)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_live_variance_of_components_of_different_size(score):
+    """Of normal numbers: Σ σ²τ², (1 − 2/π) Σ (σ² + τ²) and ½ Σ (σ² + τ²)², of few tokens too."""
+    sizes = np.linspace(0.1, 3, 8)
+    query, key = np.random.default_rng(4).standard_normal((2, 4000, 17, 8)) * sizes
+    live, square = live_variance(query, key, score), sizes**2
+    expected = {
+        "dot": (square**2).sum(),
+        "adder": (1 - 2 / np.pi) * (2 * square).sum(),
+        "gaussian": ((2 * square) ** 2).sum() / 2,
+    }
+    assert live.rescaled == pytest.approx(expected[score], rel=0.07)
+    assert live.measured == pytest.approx(expected[score], rel=0.05)

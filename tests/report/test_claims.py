@@ -164,3 +164,20 @@ def test_page_has_its_figures_models_and_tally(make_run, tmp_path, capsys):
 def test_a_run_without_a_report_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="--mode=analyze"):
         read_report(tmp_path)
+
+
+def test_a_model_of_ones_own_has_neither_score_nor_blocks(make_run, tmp_path):
+    run = make_run("dot", 0, {"a": "holds"})
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"model": {"name": "cnn", "width": 8}}))
+    page = write_claims([run], tmp_path / "docs" / "claims.md").read_text()
+    assert "\naccuracy on test, by seed:" in page
+    assert "| cnn | 0.9000 |" in page
+
+
+def test_seeds_of_one_model_that_differ_are_no_models_that_differ(make_run, tmp_path):
+    runs = [
+        make_run("dot", seed, {"a": said}) for seed, said in enumerate(("holds", "does not hold"))
+    ]
+    page = write_claims(runs, tmp_path / "docs" / "claims.md").read_text()
+    assert "**1 differ between seeds.**" in page

@@ -104,3 +104,8 @@ def test_what_cannot_be_compared_is_named(write_runs, tmp_path):
     (folder / "runs.csv").write_text("settings,seed\ncg,0\n")
     with pytest.raises(ValueError, match=r"steps_to_target of .*runs\.csv, got"):
         read_contest(folder, "cg", "adam")
+
+
+def test_an_end_that_half_of_the_seeds_reach_is_not_that_of_the_median_run(write_runs):
+    contest = read_contest(write_runs(FIRST[:6], FIRST[:6], [30, 20, "", "", 50, ""]), "cg", "adam")
+    assert "| not reached |" in contests_table([contest])

@@ -167,3 +167,11 @@ def test_saved_files_are_reproducible(tmp_path):
     assert [path.name for path in first] == ["a.png", "a.svg"]
     assert first[0].read_bytes().startswith(b"\x89PNG")
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+
+
+def test_a_loss_that_is_not_finite_does_not_lower_the_mean_of_those_around_it():
+    losses = np.full(400, 2.0)
+    losses[200:205] = np.inf
+    figure = curves_figure([{"step": i, "train/loss": x} for i, x in enumerate(losses)])
+    [(_, drawn)] = [line.get_data() for line in figure.axes[0].lines if "mean" in line.get_label()]
+    np.testing.assert_allclose(drawn, 2.0)

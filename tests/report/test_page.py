@@ -26,6 +26,7 @@ from adder_flax.report.families import (
     proposition_1,
     second_order_term,
     theorem_1,
+    walk,
 )
 from adder_flax.report.families.energy import SIZES as SIZES_OF_DEIT
 from adder_flax.report.families.energy import VARIANTS, deit_operations, in_bytes
@@ -409,3 +410,45 @@ def test_a_family_that_cannot_be_computed_leaves_the_others_standing():
     assert found.verdict == NOT_MEASURED
     assert "ZeroDivisionError: float division by zero" in found.finding
     assert [claim.name for claim in claims] == ["broken", "sound"]
+
+
+@pytest.mark.unchecked
+def test_a_family_that_only_draws_has_a_page(tmp_path):
+    pictures = lambda study: Findings([], answers.judge(study).pictures[1:2])
+    with CLAIMS.temporary():
+        register_claims("drawn", ADDER, of=object)(pictures)
+        written = page.write_study(
+            study_of(observe("m", model_of(), IMAGES)), tmp_path, families=["drawn"]
+        )
+    assert written.claims == []
+    assert "class_accuracy" in written.page.read_text()
+    [head] = (tmp_path / "claims.csv").read_text().splitlines()
+    assert head.startswith("name,source,statement,verdict")
+
+
+@pytest.mark.unchecked
+def test_of_a_class_without_images_there_is_no_accuracy():
+    found = answers_of(np.eye(3)[[0, 1]], [0, 1], ["a", "b", "c"])["class_accuracy"].data
+    np.testing.assert_array_equal(found["accuracy"], [1, 1, np.nan])
+
+
+@pytest.mark.unchecked
+def test_a_walk_that_does_not_mix_takes_more_than_any_number_of_steps():
+    """Between two halves it goes once in 10⁹ steps."""
+    subject = observe("m", model_of(), IMAGES)
+    size = subject.maps[0].shape[-1]
+    same = np.equal.outer(np.arange(size) < 8, np.arange(size) < 8)
+    apart = np.where(same, 1.0, 1e-9)
+    maps = np.broadcast_to(apart / apart.sum(-1, keepdims=True), subject.maps[0].shape)
+    changed = with_blocks(subject, lambda _: {"map": maps})
+    [claim, _] = walk._walk_claims(changed, walk._numbers(changed))
+    assert claim.number == "rows sum to 1; mixes in inf steps"
+
+
+@pytest.mark.unchecked
+def test_a_model_without_a_class_token_is_not_said_to_have_one():
+    for pooling, said in (("cls", "the class token"), ("mean", "patch")):
+        study = study_of(observe("m", model_of(pooling=pooling), IMAGES))
+        for picture in (walk._steps_picture(study), maps._attention_picture(study)):
+            assert said in picture.caption
+            assert ("class token" in picture.caption) == (pooling == "cls")

@@ -119,3 +119,11 @@ def test_a_run_is_analysed_beside_another(tmp_path, capsys):
     assert "dot attention" in rows["alignment-focused"]["finding"]
     drawn = {path.stem for path in (folder / "figures").glob("*.png")}
     assert drawn >= {"alignments", "alignments-baseline", "errors-by-length"}
+
+
+def test_without_any_error_alignments_are_not_needed():
+    study = study_of([[FIRST, LAST], [FIRST, LAST]], edits=(0, 0), uniform=(0, 0), letters=(2, 2))
+    [claim] = [
+        found for found in alignments.judge(study).claims if found.name == "alignment-needed"
+    ]
+    assert claim.verdict == report.DOES_NOT_HOLD

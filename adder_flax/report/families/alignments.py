@@ -76,7 +76,7 @@ def _needed(subject: SequenceSubject) -> Claim:
         return claim(NOT_MEASURED, finding="0 layers whose maps could be replaced.")
     uniform = subject.uniform_edits.sum() / subject.phonemes.sum()
     return claim(
-        uniform >= 2 * subject.error_rate,
+        0 < uniform >= 2 * subject.error_rate,
         f"{subject.error_rate:.1%} to {uniform:.1%}",
         f"Phoneme error rate {subject.error_rate:.1%} with its own maps, {uniform:.1%} when every "
         "map is uniform.",

@@ -92,7 +92,7 @@ def _confused_pairs(table: np.ndarray, answers: Answers) -> Picture:
 
 def _class_accuracy(table: np.ndarray, answers: Answers) -> Picture:
     count, right = table.sum(1), np.diag(table)
-    accuracy = right / np.maximum(count, 1)
+    accuracy = np.where(count, right / np.maximum(count, 1), np.nan)
     there = np.flatnonzero(count)
     worst = there[np.argsort(accuracy[there], kind="stable")][:_SHOWN_CLASSES]
     figure, axes = _style.new_figure(7.0, 1.2 + 0.24 * len(worst))
@@ -110,10 +110,7 @@ def _class_accuracy(table: np.ndarray, answers: Answers) -> Picture:
         f"Accuracy{part or ' of each class'}, with Wilson's 95 % interval; the number of images in "
         "brackets. The dotted line is the accuracy of all.",
         "Accuracy by class with intervals.",
-        {
-            **{"class": np.array(names), "images": count, "right": right},
-            "accuracy": accuracy,
-        },
+        {"class": np.array(names), "images": count, "right": right, "accuracy": accuracy},
     )
 
 
@@ -141,7 +138,7 @@ def _calibration(answers: Answers) -> Picture:
         "How often answers of about one confidence are right, with Wilson's 95 % interval: on the "
         f"dotted line as often as they say. On average the model is {abs(surplus):.3f} {lean}.",
         "Accuracy against confidence, and how many images have each confidence.",
-        {**vars(found) | {"error": np.full(len(found.count), found.error)}},
+        vars(found) | {"error": np.full(len(found.count), found.error)},
     )
 
 
@@ -166,8 +163,10 @@ def _mistakes(surest: np.ndarray, answers: Answers) -> Picture:
         "below what it is taken for.",
         f"{len(surest)} images that are classified wrongly with high confidence.",
         {
-            **{"record": answers.records[surest], "label": answers.labels[surest]},
-            **{"predicted": answers.predicted[surest], "confidence": answers.confidence[surest]},
+            "record": answers.records[surest],
+            "label": answers.labels[surest],
+            "predicted": answers.predicted[surest],
+            "confidence": answers.confidence[surest],
         },
     )
 

@@ -44,6 +44,8 @@ def _fisher_claim(study: ImageStudy) -> Claim:
 
 def _curvature_ratio(study: ImageStudy, seed: int, target: float = 0.01) -> float:
     """Returns KL(θ, θ + δ) over ½ δᵀFδ for a random δ that moves logits by ``target``."""
+    from scipy.special import log_softmax  # SciPy is not loaded whenever a figure is drawn
+
     params, logits = study.probe.params, study.probe.logits
     rng = np.random.default_rng(seed)
     scale = lambda p: np.sqrt(np.mean(np.square(p)) + 1e-12)
@@ -56,17 +58,12 @@ def _curvature_ratio(study: ImageStudy, seed: int, target: float = 0.01) -> floa
     here, size = at(0.0), 1e-3
     size *= target / max(float(np.sqrt(np.mean((at(size) - here) ** 2))), 1e-12)
     ahead, behind = at(size), at(-size)
-    log_p = _log_softmax(here)
+    log_p = log_softmax(here, -1)
     p, change = np.exp(log_p), (ahead - behind) / 2
     # Both sides, so that the third order cancels.
-    kl = np.mean([(p * (log_p - _log_softmax(q))).sum(-1) for q in (ahead, behind)])
+    kl = np.mean([(p * (log_p - log_softmax(q, -1))).sum(-1) for q in (ahead, behind)])
     fisher = np.mean((p * change**2).sum(-1) - (p * change).sum(-1) ** 2)
     return float(kl / (fisher / 2))
-
-
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    logits = logits - logits.max(-1, keepdims=True)
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
 def _layer_claims(study: Study) -> list[Claim]:

@@ -1,6 +1,5 @@
 """How far attention reaches, and the maps themselves."""
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -20,32 +19,38 @@ from adder_flax.report._study import (
 )
 from adder_flax.report.figures import attention_figure, comparison_figure
 
+_STATEMENTS = {
+    "adder-global": "Adder maps focus more on the global information than multiplicative ones.",
+    "object-layers": "In both models some layers focus on the object, others on the context.",
+    "object-layers-differ": (
+        "The layer that focuses on the object most is another one in the adder model."
+    ),
+}
+
 
 @register_claims("maps", ADDER)
 def judge(study: Study) -> Findings:
     """Entropy and distance against the baseline's, and pictures of maps."""
-    return Findings(
-        [_global_claim(study), *_object_claims(study)],
-        [_map_picture(study), _attention_picture(study)],
-    )
+    if pair := study.adder_and_dot:
+        claims = [_global_claim(study, pair), *_object_claims(study, pair)]
+    else:
+        finding = "Needs an adder model and a multiplicative baseline."
+        claims = [_claim(name, NOT_MEASURED, finding=finding) for name in _STATEMENTS]
+    return Findings(claims, [_map_picture(study), _attention_picture(study)])
 
 
-def _global_claim(study: Study) -> Claim:
-    claim = functools.partial(
-        ADDER.claim,
-        "adder-global",
-        "A.4",
-        "Adder maps focus more on the global information than multiplicative ones.",
-    )
-    pair = study.adder_and_dot
-    if pair is None:
-        return claim(NOT_MEASURED, finding="Needs an adder model and a multiplicative baseline.")
+def _claim(name: str, *found: Any, **options: Any) -> Claim:
+    return ADDER.claim(name, "A.4", _STATEMENTS[name], *found, **options)
+
+
+def _global_claim(study: Study, pair: tuple[Subject, Subject]) -> Claim:
     adder, dot = (np.mean([entropy(block).mean() for block in each.maps]) for each in pair)
     reach = lambda block, each: mean_distance(block, study.grid, prefix_tokens=each.prefix_tokens)
     far, near = (np.mean([reach(block, each).mean() for block in each.maps]) for each in pair)
     wider, farther = adder > dot, far > near
     condition = only_when("entropy is meant" if wider else "distance is meant")
-    return claim(
+    return _claim(
+        "adder-global",
         condition if wider != farther else wider,
         f"{adder:.2f} against {dot:.2f} nats; {far:.2f} against {near:.2f} patches",
         f"Mean entropy of the rows: adder {adder:.3f} nats, multiplicative {dot:.3f}; mean "
@@ -55,41 +60,22 @@ def _global_claim(study: Study) -> Claim:
     )
 
 
-def _object_claims(study: Study) -> list[Claim]:
-    some = functools.partial(
-        ADDER.claim,
-        "object-layers",
-        "A.4",
-        "In both models some layers focus on the object, others on the context.",
-    )
-    where = functools.partial(
-        ADDER.claim,
-        "object-layers-differ",
-        "A.4",
-        "The layer that focuses on the object most is another one in the adder model.",
-    )
-    pair = study.adder_and_dot
-    if pair is None:
-        finding = "Needs an adder model and a multiplicative baseline."
-        return [each(NOT_MEASURED, finding=finding) for each in (some, where)]
-    focus = [[_focus(study, each, block) for block in each.maps] for each in pair]
-    (first, _), (other, _) = tops = [(int(np.argmax(of)) + 1, max(of)) for of in focus]
-    both = all(max(of) > 1 + TOLERANCE and min(of) < 1 for of in focus)
-    names = ("adder", "multiplicative")
+def _object_claims(study: Study, pair: tuple[Subject, Subject]) -> list[Claim]:
+    named = zip(("adder", "multiplicative"), pair, strict=True)
+    focus = {name: np.array([_focus(study, each, b) for b in each.maps]) for name, each in named}
+    tops = {name: of.argmax() + 1 for name, of in focus.items()}
+    both = all(of.max() > 1 + TOLERANCE and of.min() < 1 for of in focus.values())
+    of_each = lambda show: "; ".join(f"{name} {show(of)}" for name, of in focus.items())
+    spans = of_each(lambda of: f"{of.min():.2f} to {of.max():.2f}")
+    blocks = of_each(lambda of: ", ".join(f"{value:.2f}" for value in of))
+    layers = ", ".join(f"{name} block {top}" for name, top in tops.items())
     finding = (
-        "Attention on pixels unlike the border's, over uniform attention, by block: "
-        + "; ".join(
-            f"{name} {', '.join(f'{value:.2f}' for value in of)}"
-            for name, of in zip(names, focus, strict=True)
-        )
+        f"Attention on pixels unlike the border's, over uniform attention, by block: {blocks}."
     )
-    spans = [
-        f"{name} {min(of):.2f} to {max(of):.2f}" for name, of in zip(names, focus, strict=True)
-    ]
-    layers = ", ".join(f"{name} block {top}" for name, (top, _) in zip(names, tops, strict=True))
+    differ = len(set(tops.values())) > 1
     return [
-        some(both, "; ".join(spans), f"{finding}.", "class-attention"),
-        where(first != other, layers, f"{finding}.", "class-attention"),
+        _claim("object-layers", both, spans, finding, "class-attention"),
+        _claim("object-layers-differ", differ, layers, finding, "class-attention"),
     ]
 
 
@@ -156,12 +142,13 @@ def _attention_picture(study: Study) -> Picture:
         for index in subject.blocks(3, 6, 10)
     }
     who = " (upper rows) and ".join(models) + (" looks" if alone else " (lower rows) look")
+    place = "the class token" if study.subject.in_front["class_token"] else "the mean patch"
     return Picture(
         "class-attention",
         figure,
-        f"Where {who} from the class token (the paper's figure 3), mean of the heads, and the "
-        "rollout through all blocks, in which the residual counts once and the identity map as "
-        "the shortcut it is.",
+        f"Where {who} from {place} (the paper's figure 3), mean of the heads, and the rollout "
+        "through all blocks, in which the residual counts once and the identity map as the "
+        "shortcut it is.",
         "Test images with attention drawn over them for three blocks, and rollout, one row for "
         "each model.",
         data,

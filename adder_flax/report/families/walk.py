@@ -15,10 +15,17 @@ from adder_flax.report._families import BROWNIAN, register_claims
 from adder_flax.report._study import Claim, Findings, Picture, Study, Subject, only_when, spread
 
 _STEPS = (1, 2, 4, 8)
+
+
+def _steps_to_mix(walk: np.ndarray) -> np.ndarray:
+    steps = mixing_time(walk)
+    return np.where(steps < 0, np.inf, steps)
+
+
 # {measure: (function, its unit)}
 _MEASURES = {
     "spectral gap": (spectral_gap, "1 − |λ₂|"),
-    "mixing time": (mixing_time, "steps, ε = ¼"),
+    "mixing time": (_steps_to_mix, "steps, ε = ¼"),
     "irreversibility": (irreversibility, "share of flow"),
 }
 _Numbers = dict[str, list[np.ndarray]]
@@ -27,12 +34,14 @@ _Numbers = dict[str, list[np.ndarray]]
 @register_claims("walk", BROWNIAN)
 def judge(study: Study) -> Findings:
     """Gaps, mixing times and reversibility of the subject's maps."""
-    numbers = {
-        name: [function(walk) for walk in study.subject.walks]
-        for name, (function, _) in _MEASURES.items()
-    }
+    numbers = _numbers(study.subject)
     pictures = [_walk_picture(numbers), _steps_picture(study), _diffusion_picture(study)]
     return Findings(_walk_claims(study.subject, numbers), pictures)
+
+
+def _numbers(subject: Subject) -> _Numbers:
+    every = _MEASURES.items()
+    return {name: [function(walk) for walk in subject.walks] for name, (function, _) in every}
 
 
 def _walk_claims(subject: Subject, numbers: _Numbers) -> list[Claim]:
@@ -89,10 +98,9 @@ def _middle_walk(subject: Subject) -> tuple[int, np.ndarray]:
 
 
 def _steps_picture(study: Study) -> Picture:
-    """From the class token, or where there is none from the first patch."""
     first, with_class = study.subject.prefix_tokens, study.subject.in_front["class_token"]
     index, walk = _middle_walk(study.subject)
-    start = 0 if with_class else first
+    start, where = (0, "the class token") if with_class else (first, "the first patch")
     rows = {f"{steps} step" + "s" * (steps > 1): k_step(walk, steps)[start] for steps in _STEPS}
     rows["stationary"] = stationary_distribution(walk)
     figure, axes = _style.new_figure(1.75 * len(rows), 2.1, 1, len(rows))
@@ -103,8 +111,8 @@ def _steps_picture(study: Study) -> Picture:
     return Picture(
         "k-steps",
         figure,
-        f"Where a walk that starts on the class token is after k steps of block {index + 1} (mean "
-        "of the heads, first image), on one scale; at the end the stationary distribution.",
+        f"Where a walk that starts on {where} is after k steps of block {index + 1} (mean of the "
+        "heads, first image), on one scale; at the end the stationary distribution.",
         "Distributions over patches after 1, 2, 4, 8 steps and in the limit.",
         {"k": np.array(_STEPS), "rows": np.stack(list(rows.values()))},
     )
