@@ -332,9 +332,9 @@ def costs(rows: Sequence[Row]) -> list[Block]:
     notes = (
         "Multiplications, additions and energy are those of one example forward; energy is "
         "modelled, of the arithmetic alone (45 nm, Horowitz 2014). What it takes to the target are "
-        "medians over the runs, all of training included. Seconds are not shown: runs were made "
-        "side by side, on one machine or several. `python -m benchmarks.compare seconds` times "
-        "the arms in turn."
+        "medians over the runs, all of training included but factorizations of matrices. Seconds "
+        "are not shown: runs were made side by side, on one machine or several. `python -m "
+        "benchmarks.compare seconds` times the arms in turn."
     )
     return [Table(head.split("|"), lines), Paragraph(notes)]
 
