@@ -117,13 +117,11 @@ def value_at(values: Range, place: float) -> Any:
 
 def _edge(path: str, values: Range, best: Values, points: Sequence[Values]) -> str | None:
     """On which side nothing was tried beyond the best value, of values that have an order."""
-    if isinstance(values, OneOf):
-        numbers = values.values
-        if len(numbers) < 3 or not all(type(number) in (int, float) for number in numbers):
-            return None
-        low, high = min(numbers), max(numbers)
-    else:
-        low, high = (end(point[path] for point in points) for end in (min, max))
+    choice = isinstance(values, OneOf)
+    tried = values.values if choice else [point[path] for point in points]
+    if choice and (len(tried) < 3 or not all(type(number) in (int, float) for number in tried)):
+        return None
+    low, high = min(tried), max(tried)
     return "high" if best[path] == high else "low" if best[path] == low else None
 
 
