@@ -30,8 +30,7 @@ class Inside(nn.Module):
     def __call__(self, *inputs: Array, deterministic: bool = True, **options: Any) -> Any:
         """Calls it, with the arguments of the NNX module; what is random draws from `dropout`."""
         given = {name: value for name, value in fields_of(self).items() if value is not None}
-        sizes = self.sizes(*inputs) | given
-        build = lambda rngs: self.of(**sizes, rngs=rngs)
+        build = lambda rngs: self.of(**self.sizes(*inputs) | given, rngs=rngs)
         return call_nnx(self, build, *inputs, deterministic=deterministic, **options)
 
 

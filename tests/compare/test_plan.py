@@ -164,7 +164,7 @@ def test_what_a_cell_is_called_follows_from_what_it_computes():
     name = lambda plan: plan.cell(plan.arms["dot"], FINAL, 0, {}).id
     same = Plan(make_config(factors=MECHANISMS, base={"log_every_steps": 7}, seeds=9))
     assert name(plan) == name(same)
-    # A run that goes on past a batch that is not finite has another end, though it may be resumed so.
+    # A run may be resumed with another of the latter, but as a whole it has another end.
     for base in ({"batch_size": 16}, {"non_finite": "skip"}):
         assert name(plan) != name(Plan(make_config(factors=MECHANISMS, base=base)))
 

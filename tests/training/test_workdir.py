@@ -66,7 +66,8 @@ def test_a_run_begun_before_a_setting_was_added_goes_on_with_its_default(tmp_pat
 
 def test_what_is_done_about_what_is_broken_may_change(tmp_path):
     config = common.deit("adder", "tiny")
-    of = fingerprint(config) | {"non_finite": "stop", "data.on_unreadable": "raise"}  # as once saved
+    # As checkpoints once had it.
+    of = fingerprint(config) | {"non_finite": "stop", "data.on_unreadable": "raise"}
     write_config(tmp_path, config)
     checkpoint(tmp_path)
     config.non_finite, config.data.on_unreadable = "skip", "skip"
