@@ -76,10 +76,8 @@ def unfold(
         ranked = [[-math.inf if math.isnan(x) else x for x in scores[point]] for point in points]
         best = points[ranked.index(max(ranked))]
         edges = {path: side for path in space if (side := _edge(path, ranges[path], best, points))}
-        added: Sequence[Values] = ()
-        if done < extensions:
-            added = _beyond(space, ranges, edges, best, trials, len(points))
-        added = tuple(point for point in added if point not in scores and allowed(point))
+        more = _beyond(space, ranges, edges, best, trials, len(points)) if done < extensions else ()
+        added = tuple(point for point in more if point not in scores and allowed(point))
         if not added:
             return Tuning(points, (), best, tuple(edges), done, first)
         points, done = points + added, done + 1

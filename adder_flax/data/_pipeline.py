@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent import futures
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -88,10 +87,10 @@ class TrainPipeline(_Pipeline):
         global_batch_size: records per step over all hosts.
         seed: chooses the permutations and the random resized crops of sources that crop on the
             host.
+        rows: which rows of the global batch this host reads, ascending; None for all of them.
+        num_threads: threads that decode; None for the number of usable cores.
+        prefetch_batches: batches that are ready or in work ahead of the consumer.
         repeats: rows in a row that are the same record, each cropped and augmented on its own.
-        **reading: which ``rows`` of the global batch this host reads, ascending, by default all of
-            them; ``num_threads`` that decode, by default the number of usable cores; and
-            ``prefetch_batches`` that are ready or in work ahead of the consumer, by default 2.
     """
 
     def __init__(
@@ -100,15 +99,23 @@ class TrainPipeline(_Pipeline):
         global_batch_size: int,
         seed: int = 0,
         *,
+        rows: Sequence[int] | np.ndarray | None = None,
+        num_threads: int | None = None,
+        prefetch_batches: int = 2,
         repeats: int = 1,
-        **reading: Any,
     ):
         if not 1 <= global_batch_size <= len(source):
             raise DataError(
                 f"Expected a global batch of 1 to {len(source)} records (all of "
                 f"{source.name}/{source.split}), got {global_batch_size}."
             )
-        super().__init__(source, global_batch_size, **reading)
+        super().__init__(
+            source,
+            global_batch_size,
+            rows=rows,
+            num_threads=num_threads,
+            prefetch_batches=prefetch_batches,
+        )
         self.seed, self.repeats = seed, repeats
         self.steps_per_epoch = len(source) // global_batch_size
         self._permutation: tuple[int, Int[np.ndarray, " records"]] = (-1, np.empty(0, int))

@@ -43,7 +43,7 @@ def read_runs(folder: str | Path) -> Runs:
         )
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            columns, *rows = csv.reader(file)
+            columns, *rows = filter(None, csv.reader(file))  # without empty lines
         # Before them are factors, which may be called as another column is.
         first = columns.index("seed")
         (test,) = (name for name in columns[first:] if name.startswith(_TEST))

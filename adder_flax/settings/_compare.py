@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from adder_flax.settings._declare import LONGEST_NAME, fault, is_mapping, section, setting
+from adder_flax.settings._optimizer import OptimizerSettings
 from adder_flax.settings._run import RunSettings
 from adder_flax.settings._use import Options
 
@@ -203,3 +204,16 @@ class CompareSettings:
             )
             got = "'eval', which is that one"
             yield fault(f"{where}.base.data.eval_split", expected, got)
+
+    @staticmethod
+    def translated(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns a comparison as it is, unless arms of it have the cg_fac of version 0.1.0.
+
+        They name it alone: its section is the base's, which a base without it does not keep.
+        """
+        old = fields.get("base", {}).get("optimizer", {}).get("cg_fac", {})
+        if is_mapping(old) and "max_iterations" in old:
+            for levels in fields.get("factors", {}).values():
+                for level in levels.values():
+                    OptimizerSettings.translated(level.get("optimizer", {}) | {"cg_fac": old})
+        return fields

@@ -16,11 +16,12 @@ OPERATIONAL_FIELDS = (
     "profile_steps",
     "topology",
     "data.data_dir",
-    # What a run had computed before it met something broken is the same.
-    "data.on_unreadable",
-    "non_finite",
 )
-"""How a run is executed, not what it computes: these may change between two starts of one run."""
+"""How a run is executed, not what it computes."""
+
+# May change between two starts of one run: what it had computed before it met something broken is
+# the same. A record of a comparison is of a whole run, which with another of these ends elsewhere.
+_CHANGEABLE_FIELDS = (*OPERATIONAL_FIELDS, "data.on_unreadable", "non_finite")
 
 
 def flatten_config(config: Any) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def with_defaults(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fingerprint(config: Any) -> dict[str, Any]:
-    """Returns the fields, flattened, that make a run this one: all but `OPERATIONAL_FIELDS`.
+    """Returns the fields, flattened, that make a run this one: all that no later start may change.
 
     Example:
       >>> from ml_collections import ConfigDict
@@ -44,7 +45,7 @@ def fingerprint(config: Any) -> dict[str, Any]:
       ([0.5], 3, 'adamw', False)
     """
     flat = flatten_config(completed(RunSettings, json.loads(config.to_json())))
-    return {name: flat[name] for name in sorted(flat) if not name.startswith(OPERATIONAL_FIELDS)}
+    return {name: flat[name] for name in sorted(flat) if not name.startswith(_CHANGEABLE_FIELDS)}
 
 
 def computing(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +61,8 @@ def computing(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns in words which fields of two runs differ; what neither reads does not count.
+    """Returns in words which fields of two runs differ; what neither reads does not count, nor what
+    a later start may change.
 
     Example:
       >>> differences(
@@ -76,5 +78,5 @@ def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [
         f"{printable(name, 60)}: {shown(there, name)} there, {shown(now, name)} now"
         for name in sorted(there.keys() | now.keys())
-        if there.get(name) != now.get(name)
+        if there.get(name) != now.get(name) and not name.startswith(_CHANGEABLE_FIELDS)
     ]

@@ -44,7 +44,7 @@ class Layers:
     reasons: dict[str, str]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layers) and self.blocks == other.blocks
+        return isinstance(other, Layers) and [*self.blocks.items()] == [*other.blocks.items()]
 
     def __hash__(self) -> int:
         return hash(tuple(self.blocks.items()))
@@ -258,7 +258,7 @@ def count_examples(args: tuple, batch_size: int | None, outputs: Any = None) -> 
     """Number of examples: the leading size of outputs, if known, or of a loss function's arguments.
 
     Raises:
-      ValueError: sizes that disagree, or outputs of another shape.
+      ValueError: sizes that disagree.
     """
     found: dict[int, str] = {}  # leading size → the first array that has it
     for path, leaf in jax.tree_util.tree_leaves_with_path(args):
@@ -266,12 +266,6 @@ def count_examples(args: tuple, batch_size: int | None, outputs: Any = None) -> 
             found.setdefault(shape[0], f"{tuple(shape)} at args{jax.tree_util.keystr(path)}")
     known = [batch_size] if batch_size is not None else list(found)
     if outputs is not None:
-        if getattr(outputs, "ndim", 0) < 2:
-            raise ValueError(
-                "expected outputs of shape (batch, *positions, classes), got "
-                f"{getattr(outputs, 'shape', type(outputs).__name__)}; say where in the aux they "
-                "are by outputs=, and give numbers without classes an axis for them, z[:, None]."
-            )
         if len(known) == 1 and known[0] != outputs.shape[0]:
             raise ValueError(
                 f"expected outputs of shape (batch, *positions, classes) of {known[0]} examples, "

@@ -118,6 +118,21 @@ def read_weights(
     return Weights(w, w.sum() if total is None else jnp.asarray(total, w.dtype))
 
 
+def require_outputs(outputs: Any) -> Float[Array, "batch *positions classes"]:
+    """Outputs of the network, if they are such.
+
+    Raises:
+      ValueError: they are no array, or one without an axis of classes.
+    """
+    if getattr(outputs, "ndim", 0) < 2:
+        raise ValueError(
+            "expected outputs of shape (batch, *positions, classes), got "
+            f"{getattr(outputs, 'shape', type(outputs).__name__)}; say where in the aux they are "
+            "by outputs=, and give numbers without classes an axis for them, z[:, None]."
+        )
+    return outputs
+
+
 def output_cotangents(
     fisher: str,
     likelihood: Likelihood,

@@ -195,8 +195,9 @@ def value_grad_and_curvature(
         def forward(params: PyTree, slots: PyTree) -> tuple[tuple[Array, Any], Any]:
             result = inner(params, slots, *args)
             loss, aux = result if has_aux else (result, None)
-            z = () if fisher == "empirical" else aux if outputs is None else outputs(aux)
-            return (loss, z), aux
+            if fisher == "empirical":
+                return (loss, ()), aux
+            return (loss, fishers.require_outputs(outputs(aux) if outputs else aux)), aux
 
         # One forward pass and several pull-backs of it: of the loss, and of the columns through the
         # same outputs.

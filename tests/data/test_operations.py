@@ -1,5 +1,4 @@
-"""Operations on images against Pillow on photographs, hue against colorsys, and the draws against
-those of timm."""
+"""Operations on images against Pillow on photographs, and the draws against those of timm."""
 
 import jax
 import jax.numpy as jnp

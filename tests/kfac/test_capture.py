@@ -363,3 +363,17 @@ def test_losses_and_outputs_of_another_shape_are_refused(made, options, message)
     function = kfac.value_grad_and_curvature(loss_fn, **{"has_aux": True} | options)
     with pytest.raises(ValueError, match=message):
         function({"kernel": jnp.ones((3, 3))}, X[:, 0], key=jax.random.key(0))
+
+
+def test_the_fisher_matrix_of_the_loss_takes_outputs_of_any_shape():
+    """They tell it the number of examples alone."""
+
+    def loss_fn(p, x):
+        y = kfac.tap(kfac.Dense(), p, x, path="")
+        return y.mean(), y[:, 0]
+
+    options = dict(fisher="empirical", outputs=lambda aux: aux, has_aux=True)
+    function = kfac.value_grad_and_curvature(loss_fn, **options)
+    *_, curvature = function({"kernel": jnp.ones((3, 3))}, X[:, 0])
+    (block,) = curvature.layers.blocks.values()
+    assert block.uses[0].num_examples == len(X)

@@ -6,7 +6,7 @@ import pytest
 
 from adder_flax import settings
 from adder_flax.errors import RunError
-from adder_flax.settings import RunSettings, completed, defaults, read
+from adder_flax.settings import CompareSettings, RunSettings, completed, defaults, filled, read
 
 
 def test_what_is_complete_stays_as_it_is():
@@ -51,6 +51,17 @@ def test_the_section_of_version_0_1_0_is_left_out_unless_it_is_read():
     assert written["optimizer"]["cg_fac"] == defaults(RunSettings)["optimizer"]["cg_fac"]
     with pytest.raises(RunError, match="got cg_fac of version 0.1.0; CHANGELOG"):
         completed(RunSettings, {"optimizer": {"name": "cg_fac", "cg_fac": old}})
+
+
+def test_a_comparison_with_an_arm_of_version_0_1_0_is_refused():
+    """Not read as today's optimizer of that name."""
+    old = {"name": "adamw", "cg_fac": {"max_iterations": 0}}
+    arms = {"adamw": {}, "second": {"optimizer": {"name": "cg_fac"}}}
+    fields = {"base": {"optimizer": old}, "factors": {"optimizer": arms}}
+    with pytest.raises(RunError, match="got cg_fac of version 0.1.0; CHANGELOG"):
+        filled(CompareSettings, fields)
+    del arms["second"]
+    assert "max_iterations" not in filled(CompareSettings, fields)["base"]["optimizer"]["cg_fac"]
 
 
 def test_what_nothing_reads_is_at_its_default():

@@ -22,6 +22,7 @@ from adder_flax.training import (
     read_metrics,
     write_config,
 )
+from adder_flax.training.fingerprint import differences, fingerprint
 
 
 def other(config):
@@ -61,6 +62,17 @@ def test_a_run_begun_before_a_setting_was_added_goes_on_with_its_default(tmp_pat
     config.data.repeats = 3
     with pytest.raises(RunError, match=r"\n  data.repeats: 1 there, 3 now\n"):
         open_workdir(tmp_path, config)
+
+
+def test_what_is_done_about_what_is_broken_may_change(tmp_path):
+    config = common.deit("adder", "tiny")
+    # As checkpoints once had it.
+    of = fingerprint(config) | {"non_finite": "stop", "data.on_unreadable": "raise"}
+    write_config(tmp_path, config)
+    checkpoint(tmp_path)
+    config.non_finite, config.data.on_unreadable = "skip", "skip"
+    assert open_workdir(tmp_path, config) == tmp_path
+    assert differences(of, fingerprint(config)) == []
 
 
 def test_what_a_run_of_an_earlier_version_leaves_open_is_on_record(tmp_path):
