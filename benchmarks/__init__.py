@@ -1,4 +1,4 @@
-"""Every speed and count that this project quotes, printed by ``python -m benchmarks.<name>``."""
+"""Speeds and counts that this project quotes, printed by ``python -m benchmarks.<name>``."""
 
 import argparse
 import sys

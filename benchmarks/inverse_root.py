@@ -1,4 +1,4 @@
-"""The kernel by which CG-FAC factorizes the smallest blocks of its factors on NVIDIA GPUs.
+"""The kernel by which K-FAC factorizes the smallest blocks of its factors on NVIDIA GPUs.
 
     python -m benchmarks.inverse_root  # what its machine code costs, on any machine
     python -m benchmarks.inverse_root --write  # after a change of kfac/kernels/_inverse_root.cu

@@ -4,7 +4,7 @@ Sources: Touvron et al., 2021 (DeiT), section 5.3, for the short training withou
 fall towards the images, Bao et al., 2022 (BEiT).
 Command: python main.py --config=experiments/fine_tune.py --config.data.data_dir=DIR
 --config.init_from=WEIGHTS
-Expected: it runs from 320 images on, 10 steps an epoch; docs/fine_tune.md goes through it.
+Expected: 320 images are 10 steps an epoch, 32 the fewest; docs/fine_tune.md goes through it.
 """
 
 import ml_collections

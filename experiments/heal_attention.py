@@ -1,4 +1,4 @@
-"""A trained multiplicative transformer whose attention is replaced by adder ones, and healed.
+"""A trained multiplicative transformer whose attention becomes adder attention, and healed.
 
 Source: after LoLCATs (Zhang et al., 2024), which heals language models of linear attention;
 experiments/healing.py says what is done, docs/healing.md what it gave.

@@ -4,7 +4,7 @@ For the three mechanisms on digits.
 
 Source: "The Brownian motion in the transformer model", section 3.3, whose case for second-order
 optimizers is that this term should not be ignored. Networks of 4 blocks of width 64, AdamW, the
-recipe for digits; every tenth step is measured.
+recipe for digits; every tenth step is measured unless --every says otherwise.
 Command:
     python -m experiments.second_order [--epochs=10] [--optimizer=adamw] [--out=runs/second_order]
 Measured, |second-order| / |first-order|, medians over the thirds of training (every twentieth step,

@@ -34,8 +34,8 @@ def capture_attention(
       array with the loop's steps as its first axis.
 
     Raises:
-      ValueError: nothing attends through this library, or does so inside `jax.lax.cond` or
-        `jax.lax.while_loop`.
+      ValueError: nothing attends through this library, or does so inside `jax.lax.cond`,
+        `jax.lax.while_loop` or `jax.shard_map`.
 
     >>> from adder_flax.models import VisionTransformer
     >>> model = VisionTransformer(

@@ -1,6 +1,6 @@
 """Data sources, the host pipeline and on-device augmentation.
 
-Each augmentation by itself is in `adder_flax.data.augmentation` and ``operations``.
+Each augmentation by itself is in `adder_flax.data.augmentation` and `adder_flax.data.operations`.
 """
 
 import importlib

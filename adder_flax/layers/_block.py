@@ -23,7 +23,8 @@ class Mlp(nnx.Module):
     Args:
       in_features: width of input and output.
       hidden_features: width between the layers.
-      linear: what makes the two layers, `Linear` or `AdderLinear` with its options bound.
+      linear: what makes the two layers, `Linear`, `NormedLinear` or `AdderLinear` with its options
+        bound.
       dropout_rate: dropout after the activation and after the second layer.
       dtype, param_dtype: see `Linear`.
       rngs: initialisation keys.
@@ -82,7 +83,7 @@ class Block(nnx.Module):
         keyword instead: mlp_ratio: hidden width of the MLP over `width`. score, score_options,
         scale, temperature, identity, key_block: see `MultiHeadAttention`. qkv_linear, proj_linear,
         mlp_linear: kind of the query/key/value projections, of the output projection and of the
-        MLP's layers, each "dense" or "adder"; of the projections "identity" leaves out.
+        MLP's layers, each "dense", "normed_dense" or "adder"; "identity" leaves projections out.
         norm_position: "pre" or "post". adder_options: options of all adder layers, see
         `AdderLinear`. layer_scale: first value of a learned factor of what each branch adds, see
         `LayerScale`; None for no factor. norm_epsilon: added to the variance in both LayerNorms.

@@ -37,12 +37,13 @@ class Builder(Protocol):
 
         Returns:
           A module that is called as ``model(*inputs)`` to evaluate, and as ``model(*inputs,
-          deterministic=False, rngs=rngs)`` to train. Where some numbers of the settings are data,
-          such as rates of dropout, it has a method ``set_data(settings)`` that takes them anew:
-          they are traced inside of the training step. Where the model itself changes along the
-          training, as with a distance that is annealed, it has a method ``anneal(progress)``, given
-          the share of the steps that are done, traced, and, where it computes more at some times
-          than at others, ``stages()``: the shares at which that changes.
+          deterministic=False, rngs=rngs)`` to train, without what its call does not take. Where
+          some numbers of the settings are data, such as rates of dropout, it has a method
+          ``set_data(settings)`` that takes them anew: they are traced inside of the training step.
+          Where the model itself changes along the training, as with a distance that is annealed, it
+          has a method ``anneal(progress)``, given the share of the steps that are done, traced,
+          and, where it computes more at some times than at others, ``stages()``: the shares at
+          which that changes.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The vision transformer, with any attention mechanism and either kind of linear layer."""
+"""The vision transformer, with any attention mechanism and any kind of linear layer."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class VisionTransformer(nnx.Module):
     Patch embedding, class token, learned position embedding, `depth` blocks, LayerNorm, linear
     head. With dense layers, dot-product scores, 224-pixel images and patches of 16 it is DeiT. The
     patch embedding, the product of map and values and the head are multiplicative in every variant;
-    convolutions in front of the patches may be of either kind.
+    convolutions in front of the patches may be dense or adder ones.
 
     Args:
       image_size: side of the square images, or (height, width), in pixels, that there are positions
@@ -54,8 +54,8 @@ class VisionTransformer(nnx.Module):
         or a sequence with one per block. Registers are tokens that no head reads (Darcet et al.,
         2024, https://arxiv.org/abs/2309.16588). A distillation token has a head of its own; what
         the model says is the mean of both (Touvron et al., 2021, section 3).
-      dtype: dtype of the computation, for example `jnp.bfloat16`; parameters and logits stay
-        `param_dtype`.
+      dtype: dtype of the computation, for example `jnp.bfloat16`; parameters stay `param_dtype`,
+        logits are float32 or wider.
       scan_blocks: compile one block and loop over the stacked parameters of all, which have to be
         alike. The results are the same. On a CPU a training step runs 10 to 20 % slower in the
         loop; compiling takes half the time where adder layers run on plain XLA, and is no shorter

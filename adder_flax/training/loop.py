@@ -116,8 +116,8 @@ class Trainer:
         """Trains until the last step, or until SIGINT, SIGTERM or SIGHUP: both leave a checkpoint.
 
         Raises:
-          NonFiniteLossError: the loss or a gradient is infinite or NaN; the state before it is
-            checkpointed.
+          NonFiniteLossError: the loss, a gradient, the state or an evaluation's loss is infinite or
+            NaN; it is not saved, and earlier checkpoints stay.
           RunError: a checkpoint cannot be read or written.
         """
         run, workdir, main_host = self._run, self._workdir, jax.process_index() == 0

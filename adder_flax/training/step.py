@@ -1,10 +1,11 @@
 """The training step and the evaluation step: pure functions of (state, batch, hyper).
 
-The state is a plain nested dict ``{"step", "skipped", "params", "opt_state", "ema_params"}``, so
-that checkpoints outlive library versions; of a model that carries more than parameters it also has
-``"model_state"`` and ``"ema_model_state"``. All randomness of step i follows from (seed, i):
-nothing random is stored. ``hyper`` holds the numbers in which runs of one program differ: seed,
-rates, lengths. A step is made of its parts from them as it is traced.
+The state is a plain nested dict ``{"step", "skipped", "params", "opt_state"}``, so that checkpoints
+outlive library versions; with averaged weights it also has ``"ema_params"``, of a model that
+carries more than parameters ``"model_state"``, and with both ``"ema_model_state"``. All randomness
+of step i follows from (seed, i): nothing random is stored. ``hyper`` holds the numbers in which
+runs of one program differ: seed, rates, lengths. A step is made of its parts from them as it is
+traced.
 """
 
 import operator
