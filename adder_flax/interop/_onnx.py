@@ -62,8 +62,8 @@ def save_onnx(
     except Exception as error:  # of any type, for whatever it does not know
         raise ValueError(
             f"expected a model of operations that jax2onnx knows, got {type(error).__name__}: "
-            f"{first_line(error)}; set config.model.key_block=off if there are blocks of keys, or "
-            "export a program (--names=stablehlo)"
+            f"{first_line(error)}; export a program (--names=stablehlo), or train with "
+            "config.model.key_block=off if there are blocks of keys"
         ) from error
     model.metadata_props.add(key="classes", value="\n".join(label_names))
     for name, note in (notes or {}).items():
