@@ -339,7 +339,7 @@ class Identity(nnx.Module):
         if in_features != out_features:
             raise ValueError(
                 f"expected as many features behind the identity as in front of it, got "
-                f"{in_features} and {out_features}; choose 'dense', 'normed_dense' or 'adder' there."
+                f"{in_features} and {out_features}; choose 'dense', 'normed_dense' or 'adder'."
             )
         self.dtype = dtype
 
