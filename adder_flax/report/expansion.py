@@ -137,10 +137,8 @@ def second_order_along(
     looped, batches = nnx.split(model, nnx.Param)[0], run.batches()
     for _ in range(num_steps):
         step = int(state["step"])
-        batch, learning_rate = (
-            put_batch(batches[step], run.mesh),
-            float(run.parts.learning_rate(step)),
-        )
+        batch = put_batch(batches[step], run.mesh)
+        learning_rate = float(run.parts.learning_rate(step))
         with jax.set_mesh(run.mesh):  # as the trainer does, so that its compiled step serves
             new_state, _ = run.train_step(jax.tree.map(jnp.copy, state), batch, run.hyper)
         if step % every == 0 and learning_rate > 0:

@@ -284,13 +284,24 @@ def _teacher_of_run(settings: RunSettings, workdir: str, source: data.Source) ->
         "batch_size": settings.batch_size,
     }
     seen = copy.copy(source)
-    if isinstance(seen, data.ImageSource) and fields["data"]["name"] != settings.data.name:
-        seen.statistics = data.describe(fields["data"]["name"]).statistics
+    if isinstance(seen, data.ImageSource) and trained.data.name != settings.data.name:
+        seen.statistics = _learned_statistics(trained)
     run = build_run(as_config(fields), load=lambda *_, **__: seen)
     saved = SavedCheckpoints(Path(workdir) / "checkpoints", of=fingerprint(trained))
     variables = fetch(evaluation_params(saved.restore(run.abstract_state)), run.mesh)
     wanted, given = map(_statistics, (run.train_source, _normalized(source, settings.data)))
     return _teacher(run.model(variables), wanted, given)
+
+
+def _learned_statistics(trained: Any) -> Statistics:
+    """Of a set that does not say how its images are normalised, which is measured, that set."""
+    declared = data.describe(trained.data.name).statistics
+    if declared is not None:
+        return declared
+    settings = read(RunSettings, trained)
+    with user_errors():
+        own = load_split(data.load_source, settings, settings.data.name, settings.data.train_split)
+    return data.channel_statistics(data.require_kind(data.ImageSource, own, "config.task.teacher"))
 
 
 def _initial_variables(run: Run) -> Any:

@@ -165,6 +165,32 @@ def test_a_teacher_of_another_set_sees_images_normalised_as_it_learned_them(teac
 
 
 @pytest.mark.slow
+def test_a_teacher_of_a_set_without_statistics_sees_images_by_those_of_that_set(tmp_path):
+    """Half as bright, it has another mean than the student's, and neither set says its own."""
+
+    def load(split, *, name, **options):
+        source = data.load_source("digits", split)
+        images = source.images if name == "bright" else source.images // 2
+        given = source.labels, source.label_names
+        return data.ArraySource(name, split, source.splits, images, *given)
+
+    with data.SETS.temporary():
+        for name in ("bright", "dark"):
+            data.register_source(data.DataSet(name, load, ("train", "test"), (8, 8, 1), 10))
+        config = tiny(**{"num_epochs": 0.1, "data.name": "dark"})
+        config.model = ConfigDict(settings.defaults(models.ConvNetSettings) | {"channels": "4,8"})
+        result = train(config, tmp_path)
+        run = training.build_run(taught_by(tmp_path, **{"data.name": "bright"}))
+        images, _, taught = run.task.examples(jax.random.key(0), run.train_source.first(4))
+        pairs = [data.channel_statistics(data.load_source(n, "train")) for n in ("bright", "dark")]
+    (((mean,), (std,)), ((own_mean,), (own_std,))) = pairs
+    teacher = models.ConvNet((4, 8), in_channels=1, num_classes=10, rngs=nnx.Rngs(1))
+    nnx.update(teacher, training.evaluation_params(result.state))
+    expected = teacher((images * std + mean - own_mean) / own_std)
+    np.testing.assert_allclose(taught, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_the_teachers_parameters_are_arguments_of_the_step(teacher_run):
     run = training.build_run(taught_by(teacher_run[0]))
     text = training.trace(run).lower().as_text()
