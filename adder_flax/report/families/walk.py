@@ -50,13 +50,15 @@ def _walk_claims(subject: Subject, numbers: _Numbers) -> list[Claim]:
     time, flow = every(numbers["mixing time"]), every(numbers["irreversibility"])
     adds = subject.adds_identity
     added = f"{sum(adds)} of {len(adds)} blocks add the identity map"
+    median = np.median(time)
+    mixes = f"mixes in {median:.3g} steps" if np.isfinite(median) else "does not mix"
     return [
         BROWNIAN.claim(
             "markov",
             "sections 2.2 and 3.2",
             "The attention map is the transition matrix of a Markov chain on the tokens.",
             np.abs(sums - 1).max() < 1e-2 or only_when("the identity map is taken off"),
-            f"rows sum to {np.median(sums):.3g}; mixes in {np.median(time):.3g} steps",
+            f"rows sum to {np.median(sums):.3g}; {mixes}",
             f"Rows of what multiplies the values sum to {spread(sums)}; {added}. The walk without "
             f"it mixes (ε = ¼) within {spread(time)} steps.",
             "walk",
