@@ -21,7 +21,6 @@ minutes a step.
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import json
 import time
@@ -36,7 +35,6 @@ import numpy as np
 import pandas as pd
 from flax import nnx
 
-import kfac
 from adder_flax import experiment, ops, training
 from adder_flax.compare.blocks import Heading, Paragraph, Table, as_markdown
 from adder_flax.experiments import autoencoder, common
@@ -70,7 +68,8 @@ ARMS: dict[str, tuple[dict[str, Any], ...]] = {
     "kfac, clip": _clipped("kfac"),
     "cg_fac": _clipped("cg_fac"),
     "algorithm_1": tuple(
-        {"name": f"algorithm_1 of damping {gamma}", "learning_rate": rate}
+        {"name": "cg_fac", "cg_fac.step": "algorithm_1"}
+        | {"cg_fac.damping": gamma, "cg_fac.learning_rate": rate}
         for gamma, rate in itertools.product((1e-2, 1e-1), (0.3, 1.0, 0.1))
     ),
 }
@@ -419,12 +418,6 @@ def figure(records: Sequence[dict]) -> Any:
     return drawn
 
 
-def _algorithm_1(gamma: float, spec: training.OptimizerSpec) -> training.CurvatureOptimizer:
-    layers, _ = spec.find_layers(1, 1)
-    built = kfac.algorithm_1(spec.learning_rate, layers, damping=gamma, max_iterations=10)
-    return training.CurvatureOptimizer(built.init, built.update, layers, "empirical", 1, 1)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Writes page, picture and records, beside those of other networks, and prints the page."""
     parser = argparse.ArgumentParser(
@@ -439,12 +432,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path = out / "records.jsonl"
     old = [json.loads(line) for line in path.open()] if path.exists() else []
     records = [record for record in old if record["network"] not in networks]
-    with training.OPTIMIZERS.temporary():
-        for gamma in (1e-2, 1e-1):
-            build_it = functools.partial(_algorithm_1, gamma)
-            training.OPTIMIZERS.register(f"algorithm_1 of damping {gamma}", build_it, origin=gamma)
-        for name in networks:
-            records += measure(name, flags.steps, flags.trials)
+    for name in networks:
+        records += measure(name, flags.steps, flags.trials)
     out.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     (out / "results.md").write_text(page(records))

@@ -54,9 +54,9 @@ _OPTIMIZERS = {
     },
 }
 # Points of the curves in which the target is looked for.
-_EVALUATIONS = 12
+EVALUATIONS = 12
 # Of what trains on more than digits, so that the 260 trainings of a workload take hours, not days.
-_SMALL = {"width": 64, "depth": 4, "num_heads": 2}
+SMALL = {"width": 64, "depth": 4, "num_heads": 2}
 _LARGE = {"batch_size": 256, "eval_batch_size": 500, "num_epochs": 1.0}
 
 
@@ -77,11 +77,11 @@ def get_config(workload: str | None = None) -> ml_collections.ConfigDict:
         steps = {"fashion_mnist": 222, "cifar10": 185}.get(config.base.data.name, 170)
         if config.base.data.name != "digits":
             config.base.update(_LARGE)
-            config.base.model.update(_SMALL)
+            config.base.model.update(SMALL)
             config.base.optimizer.warmup_epochs = 0.1
             config.validation_percent = 5
     with config.unlocked():
-        config.base.eval_every_steps = steps // _EVALUATIONS
+        config.base.eval_every_steps = steps // EVALUATIONS
         config.title = f"Optimizers, {network} on {config.base.data.name}"
         config.factors = ml_collections.ConfigDict(
             {

@@ -163,6 +163,7 @@ def test_the_recipe_of_deit_takes_a_mechanism_a_size_and_data():
     [
         ("compare_optimizers", "cifar10", "multiplicative, additive, adder"),
         ("compare_trained", "mnist", "digits, fashion_mnist, cifar10"),
+        ("compare_second_order", "mnist", "fashion_mnist, cifar10"),
         ("compare_healing", "fashion_mnist", "attention, all"),
     ],
 )

@@ -129,9 +129,9 @@ def following(
     for name, value in values.items():
         names.setdefault(value, []).append(name)
     meant = ", ".join(f"{value} ({', '.join(of)})" for value, of in names.items())
-    reason = f"{reason}; {unset:g}: {meant}"
-    unset = type(next(iter(values.values())))(unset)  # a flag takes what its default is
-    field = setting(unset, reason, words={int(unset): None}, **declared)
+    reason = f"{reason}; {unset}: {meant}"
+    default = type(next(iter(values.values())))(unset)  # a flag takes what its default is
+    field = setting(default, reason, words={unset: None}, **declared)
     own = field.metadata["declared"]._replace(follows=(other, values))
     return dataclasses.field(default=None, metadata={"declared": own})
 
@@ -255,7 +255,8 @@ def _kind(hint: Any, declared: Declared) -> Any:
         return declared.commas
     kinds = alternatives(hint)
     if declared.words:
-        return next((k for k in kinds if k in (int, float) or typing.get_origin(k) is tuple), None)
+        named = lambda k: typing.get_origin(k) in (tuple, Literal)
+        return next((k for k in kinds if k in (int, float) or named(k)), None)
     if {int, float} & {*kinds}:  # text beside a number is a module's own
         kinds = [kind for kind in kinds if kind is not str]
     return functools.reduce(operator.or_, kinds)

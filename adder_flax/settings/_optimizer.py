@@ -19,13 +19,14 @@ _KFAC = {
     "curvature_interval": {"rms": 1, "share": 5, "clip": 5},
 }
 _CG_FAC = {
-    "learning_rate": {"clip": 1.0, "share": 0.03, "rms": 0.04},
-    "damping": {"clip": 100.0, "share": 1.0, "rms": 1.0},
-    "iterations": {"clip": 10, "share": 10, "rms": 10},
+    "learning_rate": {"clip": 1.0, "share": 0.03, "rms": 0.04, "algorithm_1": 0.1},
+    "damping": {"clip": 100.0, "share": 1.0, "rms": 1.0, "algorithm_1": 0.1},
+    "iterations": {"clip": 10, "share": 10, "rms": 10, "algorithm_1": 10},
 }
 _CLIP = "bound on the change of the output, with step clip"
 _FACTOR = "step size; with rms times the run's rate"
 _DAMPING = "of the systems, times each layer's mean eigenvalue"
+_ITSELF = "; with algorithm_1 itself"
 _Fisher = Literal["mc", "empirical", "ggn", "enumerate"]
 
 
@@ -90,8 +91,12 @@ class CgFacSettings:
     learning_rate: float = following(
         "step", _CG_FAC["learning_rate"], _FACTOR, data=True, gt=0, le=1e6
     )
-    step: Literal["clip", "share", "rms"] = setting("clip", "as of kfac")
-    damping: float = following("step", _CG_FAC["damping"], _DAMPING, data=True, gt=0, le=1e12)
+    step: Literal["clip", "share", "rms", "algorithm_1"] = setting(
+        "clip", "as of kfac, or the paper's Algorithm 1 to the letter: the solution, unchanged"
+    )
+    damping: float = following(
+        "step", _CG_FAC["damping"], _DAMPING + _ITSELF, data=True, gt=0, le=1e12
+    )
     iterations: int = following(
         "step", _CG_FAC["iterations"], "of CG, a product each", ge=1, le=1000
     )
@@ -102,7 +107,13 @@ class CgFacSettings:
         1, "one of so many examples gives curvature; 1: all", ge=1, le=65536
     )
     kl_clip: float = setting(7e-3, _CLIP, data=True, only=_WITH_CLIP, gt=0, le=1e6)
-    fisher: _Fisher = setting("mc", "whose gradients curvature is made of")
+    fisher: _Fisher = following(
+        "step",
+        {"clip": "mc", "share": "mc", "rms": "mc", "algorithm_1": "empirical"},
+        "whose gradients curvature is made of",
+        unset="auto",
+        only=("step", ("clip", "share", "rms")),
+    )
 
     def __post_init__(self):
         settle(self)

@@ -126,7 +126,7 @@ def _average_factors(step: Step) -> tuple[Factors, Array]:
 def _damp(step: Step, groups: list[System], damping: Array) -> tuple[dict, dict[str, Array]]:
     """Running traces, and γ of each block."""
     state, decay = step.state, step.options.factor_decay
-    if step.options.absolute:
+    if step.options.literal:
         return {}, {b.name: jnp.broadcast_to(damping, (b.lanes,)) for s in groups for b in s.blocks}
     decay = jnp.asarray(decay, damping.dtype)
     # By system and not by block: each block's own few numbers would be kernels of their own on a
@@ -215,7 +215,7 @@ def _solved(system: System, b: tuple, gamma: Array, x0: tuple | None, options: O
             max_iterations=options.iterations or _WITHOUT_INVERSES,
             tolerance=options.tolerance,
             x0=None if x0 is None else system.pack(x0),
-            safeguard=options.safeguard,
+            safeguard=not options.literal,
             precondition=system.precondition,
         )
     return solution._replace(x=system.unpack(solution.x))

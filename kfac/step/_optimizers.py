@@ -12,7 +12,7 @@ import optax
 
 from kfac._trees import all_finite
 from kfac.curvature._coverage import Layers
-from kfac.step._options import Algorithm1Options, CgFacOptions, KfacOptions, Options, is_zero
+from kfac.step._options import CgFacOptions, KfacOptions, Options, is_zero
 from kfac.step._transform import scale_by
 
 if TYPE_CHECKING:
@@ -145,9 +145,8 @@ def algorithm_1(
     >>> layers = kfac.find_layers(loss_fn, params, jnp.ones((4, 3)))
     >>> optimizer = kfac.algorithm_1(0.1, layers, damping=0.1, max_iterations=10)
     """
-    fixed = {"momentum": 0.0, "kl_clip": None, "fisher": "empirical"}
     own = {"damping": damping, "iterations": max_iterations, "tolerance": tolerance}
-    options = Algorithm1Options(learning_rate=learning_rate, **own, **fixed)
+    options = CgFacOptions(learning_rate=learning_rate, step="algorithm_1", **own)
     return _with_fallback(layers, options, fallback)
 
 

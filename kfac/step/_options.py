@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
     Scalar = float | Float[Array, ""]
 
-STEPS = ("rms", "share", "clip")
-_CHOICES = {"step": STEPS, "solver": ("cg", "dual"), "product_dtype": ("float32", "bfloat16")}
+_CHOICES = {"solver": ("cg", "dual"), "product_dtype": ("float32", "bfloat16")}
 _LEAST = {"damping": 0, "tolerance": 0, "factor_decay": 0, "momentum": 0, "iterations": 0}
 _LEAST |= {"inverse_interval": 1}
 _PRESET = {"iterations": 2, "inverse_interval": 10}
+_CG = {"iterations": 10, "tolerance": 0.0}
 _TRACED = {"learning_rate", "momentum", "damping", "kl_clip", "factor_decay", "tolerance"}
 
 
@@ -33,8 +33,6 @@ class Options:
     # Whether F is the layer's own Fisher matrix, of this batch, and CG starts from the last
     # solution; else it is made of averaged Kronecker factors.
     exact: ClassVar[bool]
-    absolute: ClassVar[bool] = False  # whether γ = λ, not λ times the layer's mean eigenvalue
-    safeguard: ClassVar[bool] = True  # see `cg`
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]]  # step → what fields of None stand for
     STATIC_ARGUMENTS: ClassVar[tuple[str, ...]]  # that shape the program, for inject_hyperparams
 
@@ -51,8 +49,13 @@ class Options:
     solver: str = "cg"
     tolerance: Any = 0.0
 
+    @property
+    def literal(self) -> bool:
+        """Whether γ = λ for all layers and CG starts from the last solution as it is."""
+        return self.step == "algorithm_1"
+
     def __post_init__(self):
-        for name, allowed in _CHOICES.items():
+        for name, allowed in ({"step": tuple(self.PRESETS)} | _CHOICES).items():
             if getattr(self, name) not in allowed:
                 raise ValueError(
                     f"expected {name} to be one of {allowed}, got {getattr(self, name)!r}."
@@ -175,7 +178,9 @@ class CgFacOptions(Options):
     traced ones included. None stands for what suits the step: ``CgFacOptions.PRESETS[step]``.
 
     Attributes:
-      learning_rate, step, momentum, damping, kl_clip, fisher: as of ``KfacOptions``.
+      learning_rate, momentum, damping, kl_clip, fisher: as of ``KfacOptions``.
+      step: as of ``KfacOptions``, or ``"algorithm_1"``: the paper's to the letter, see
+        ``kfac.algorithm_1``. γ is λ, and ``kl_clip`` is not read.
       iterations: of CG at most, one product with F each.
       tolerance: relative residual at which a layer stops; the number 0 for a fixed number of
         iterations, which costs no test.
@@ -194,7 +199,7 @@ class CgFacOptions(Options):
     momentum: Scalar | None = None
     damping: Scalar | None = None
     iterations: int | None = None
-    tolerance: Scalar = 0.0
+    tolerance: Scalar | None = None
     solver: str = "cg"
     kl_clip: Scalar | None = 7e-3
     fisher: str | None = None
@@ -202,17 +207,14 @@ class CgFacOptions(Options):
     exact: ClassVar[bool] = True
     # Single runs on digits in batches of 64.
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "clip": {"learning_rate": 1.0, "momentum": 0.9, "damping": 100.0, "iterations": 10},
-        "share": {"learning_rate": 0.03, "momentum": 0.9, "damping": 1.0, "iterations": 10},
-        "rms": {"learning_rate": 4e-4, "momentum": 0.95, "damping": 1.0, "iterations": 10},
+        "clip": dict(_CG, learning_rate=1.0, momentum=0.9, damping=100.0),
+        "share": dict(_CG, learning_rate=0.03, momentum=0.9, damping=1.0),
+        "rms": dict(_CG, learning_rate=4e-4, momentum=0.95, damping=1.0),
+        "algorithm_1": {
+            **{"learning_rate": 0.1, "momentum": 0.0, "damping": 0.1, "iterations": 10},
+            **{"tolerance": 1e-2, "fisher": "empirical"},
+        },
     }
-
-
-class Algorithm1Options(CgFacOptions):
-    """The paper's: γ = λ, and the last solution as it is."""
-
-    absolute: ClassVar[bool] = True
-    safeguard: ClassVar[bool] = False
 
 
 def is_zero(value: Any) -> bool:

@@ -67,7 +67,7 @@ def init_state(params: PyTree[Array], owned: dict[str, Block], options: Options)
         factors[name] = _empty_factors(block, forms[name], dtype)
         if forms[name] == "factors":
             inverses[name] = _empty_inverses(block, factors[name], options)
-        elif not options.absolute:
+        elif not options.literal:
             traces[name] = jnp.zeros((block.lanes, 2), dtype)
     return State(
         count=jnp.zeros((), jnp.int32),

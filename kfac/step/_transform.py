@@ -211,8 +211,9 @@ def _propose(step: Step, problem: Problem, solved: dict[str, Solution]) -> lengt
     moving["velocity"] = step.to_vectors(flatten(state.velocity))
     if options.step == "share":
         return length.normalized_step(solved, length.weight_norms(problem.groups), **moving)
-    coherence = _coherence(problem.averages) if options.measures_coherence else 1.0
-    clip = {"kl_clip": options.kl_clip, "coherence": coherence}
+    if not options.measures_coherence:
+        return length.clipped_step(solved, problem.gamma, **moving, kl_clip=None)
+    clip = {"kl_clip": options.kl_clip, "coherence": _coherence(problem.averages)}
     return length.clipped_step(solved, problem.gamma, **moving, **clip)
 
 

@@ -85,6 +85,7 @@ def test_arms_are_all_combinations_and_have_their_baselines():
         ("compare_trained", None, 7),
         ("compare_trained", "cifar10", 5),
         ("compare_trained", "twice,digits", 2),
+        *(("compare_second_order", data, 7) for data in (None, "fashion_mnist", "cifar10")),
         *(("compare_adder", data, 17) for data in (None, "cifar10")),
         ("compare_deit_tiny", None, 4),
         ("compare_sphere", None, 4),

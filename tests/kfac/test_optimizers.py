@@ -11,7 +11,7 @@ import pytest
 
 import kfac
 from kfac.curvature import _blocks
-from kfac.step import _optimizers, _options
+from kfac.step import _optimizers
 from tests.kfac.reference import close, cross_entropy, normal
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -74,9 +74,14 @@ def fixed(layers, make=kfac.kfac, **options):
     return make(1.0, layers, **WHOLE, **options)
 
 
+class Absolute(kfac.CgFacOptions):
+    """With γ = λ, as in Algorithm 1, for systems that depend on no earlier batch."""
+
+    literal = True
+
+
 def absolute(rate, layers, **options):
-    """CG-FAC with γ = λ, as in Algorithm 1, whose systems depend on no earlier batch."""
-    options = _options.Algorithm1Options(learning_rate=rate, solver="dual", **options)
+    options = Absolute(learning_rate=rate, solver="dual", **options)
     return _optimizers._with_fallback(layers, options, None)
 
 

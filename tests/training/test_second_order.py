@@ -228,3 +228,15 @@ def test_defaults_of_the_settings_are_the_librarys():
             same = {n: v for n, v in preset.items() if n in own and n not in differ}
             assert {n: own[n] for n in same} == same
             assert own["kl_clip"] == shared["kl_clip"]
+
+
+def test_algorithm_1_is_a_setting_of_cg_fac(tiny_config):
+    fields = FIELDS | {"optimizer.name": "cg_fac", "optimizer.cg_fac.step": "algorithm_1"}
+    run = build_run(tiny_config("multiplicative", **fields, **{"model.depth": 1}))
+    assert run.settings.optimizer.cg_fac.fisher == "empirical"
+    state, _ = train(run, run.init(), 0, 2)
+    # γ is no share of a layer's eigenvalues, of which nothing is kept then.
+    assert not kfac.find_state(state["opt_state"]).averages.traces
+    assert kfac.find_stats(state["opt_state"])[0].damping == pytest.approx(0.1)
+    with pytest.raises(RunError, match=r"cg_fac.fisher: expected 'auto' with step='algorithm_1'"):
+        build_run(tiny_config("multiplicative", **fields | {"optimizer.cg_fac.fisher": "ggn"}))
