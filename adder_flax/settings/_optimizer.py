@@ -112,7 +112,6 @@ class CgFacSettings:
         {"clip": "mc", "share": "mc", "rms": "mc", "algorithm_1": "empirical"},
         "whose gradients curvature is made of",
         unset="auto",
-        only=("step", ("clip", "share", "rms")),
     )
 
     def __post_init__(self):

@@ -238,5 +238,3 @@ def test_algorithm_1_is_a_setting_of_cg_fac(tiny_config):
     # γ is no share of a layer's eigenvalues, of which nothing is kept then.
     assert not kfac.find_state(state["opt_state"]).averages.traces
     assert kfac.find_stats(state["opt_state"])[0].damping == pytest.approx(0.1)
-    with pytest.raises(RunError, match=r"cg_fac.fisher: expected 'auto' with step='algorithm_1'"):
-        build_run(tiny_config("multiplicative", **fields | {"optimizer.cg_fac.fisher": "ggn"}))
