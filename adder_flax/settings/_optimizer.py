@@ -26,7 +26,6 @@ _CG_FAC = {
 _CLIP = "bound on the change of the output, with step clip"
 _FACTOR = "step size; with rms times the run's rate"
 _DAMPING = "of the systems, times each layer's mean eigenvalue"
-_ITSELF = "; with algorithm_1 itself"
 _Fisher = Literal["mc", "empirical", "ggn", "enumerate"]
 
 
@@ -89,13 +88,18 @@ class CgFacSettings:
     """Fields of `kfac.CgFacOptions`, and of how many examples curvature is."""
 
     learning_rate: float = following(
-        "step", _CG_FAC["learning_rate"], _FACTOR, data=True, gt=0, le=1e6
+        "step", _CG_FAC["learning_rate"], "as of kfac", data=True, gt=0, le=1e6
     )
     step: Literal["clip", "share", "rms", "algorithm_1"] = setting(
-        "clip", "as of kfac, or the paper's Algorithm 1 to the letter: the solution, unchanged"
+        "clip", "as of kfac, or the paper's Algorithm 1 to the letter"
     )
     damping: float = following(
-        "step", _CG_FAC["damping"], _DAMPING + _ITSELF, data=True, gt=0, le=1e12
+        "step",
+        _CG_FAC["damping"],
+        "as of kfac; γ itself with algorithm_1",
+        data=True,
+        gt=0,
+        le=1e12,
     )
     iterations: int = following(
         "step", _CG_FAC["iterations"], "of CG, a product each", ge=1, le=1000
