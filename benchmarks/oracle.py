@@ -66,7 +66,7 @@ ARMS: dict[str, tuple[dict[str, Any], ...]] = {
     "kl_shampoo": tuple(trial | {"b2": 0.98} for trial in _ADAM),
     "kfac, rms": tuple({"name": "kfac"} | trial for trial in _LARGER),
     "kfac, clip": _clipped("kfac"),
-    "cg_fac": _clipped("cg_fac"),
+    "cg_fac": tuple(trial | {"cg_fac.iterations": 10} for trial in _clipped("cg_fac")),
     "algorithm_1": tuple(
         {"name": "cg_fac", "cg_fac.step": "algorithm_1"}
         | {"cg_fac.damping": gamma, "cg_fac.learning_rate": rate}

@@ -11,7 +11,7 @@ target of steps and seconds is the median of AdamW's validation scores at its en
 | fashion_mnist | dot product | 888 steps of 256 images | 6 | 6 |
 | cifar10 | adder | 740 steps of 256 images | 6 | 6 |
 
-The network has four blocks of width 64. The last two are those of
+The network has four blocks of width 64, two for digits. The last two workloads are those of
 experiments/compare_optimizers.py for four times as many steps.
 Command: python main.py --mode=compare --config=experiments/compare_second_order.py
 """
@@ -44,7 +44,7 @@ def get_config(data: str | None = None) -> ml_collections.ConfigDict:
     data = data or "digits"
     if data == "digits":
         config, steps, trials = compare_trained.get_config(), 850, 4
-        config.base.model.update(compare_optimizers.SMALL)
+        config.base.model.update(compare_optimizers.SMALL | {"depth": 2})
     else:
         workload = common.chosen(_WORKLOADS, data)
         config, trials = compare_optimizers.get_config(workload), 6

@@ -21,7 +21,7 @@ _KFAC = {
 _CG_FAC = {
     "learning_rate": {"clip": 1.0, "share": 0.03, "rms": 0.04, "algorithm_1": 0.1},
     "damping": {"clip": 100.0, "share": 1.0, "rms": 1.0, "algorithm_1": 0.1},
-    "iterations": {"clip": 10, "share": 10, "rms": 10, "algorithm_1": 10},
+    "iterations": {"clip": 4, "share": 10, "rms": 10, "algorithm_1": 10},
 }
 _CLIP = "bound on the change of the output, with step clip"
 _FACTOR = "step size; with rms times the run's rate"

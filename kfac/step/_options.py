@@ -191,7 +191,7 @@ class CgFacOptions(Options):
       ValueError: as of ``KfacOptions``.
 
     >>> CgFacOptions().step, CgFacOptions().iterations
-    ('clip', 10)
+    ('clip', 4)
     """
 
     learning_rate: Scalar | optax.Schedule | None = None
@@ -207,7 +207,7 @@ class CgFacOptions(Options):
     exact: ClassVar[bool] = True
     # Single runs on digits in batches of 64.
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "clip": dict(_CG, learning_rate=1.0, momentum=0.9, damping=100.0),
+        "clip": dict(_CG, learning_rate=1.0, momentum=0.9, damping=100.0, iterations=4),
         "share": dict(_CG, learning_rate=0.03, momentum=0.9, damping=1.0),
         "rms": dict(_CG, learning_rate=4e-4, momentum=0.95, damping=1.0),
         "algorithm_1": {
