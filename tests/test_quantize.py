@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from adder_flax import interop, quantized, training
+from adder_flax import interop, layers, quantized, training
 from adder_flax.app import modes
 from adder_flax.experiments import common, g2p
 from tests.data.files import write_dictionary
@@ -125,6 +126,21 @@ def test_arrays_of_another_shape_are_refused(workdir, tmp_path):
     with pytest.raises(ValueError, match="integers of this network in .*, got other arrays"):
         interop.load_integers(wider, path, network=header_of(path)["network"])
     assert load_file(path)["blocks.0.mlp.fc1.weights.packed.columns"].dtype == np.uint8
+
+
+def test_other_bits_than_a_model_has_are_refused(tmp_path):
+    layer, x = layers.AdderLinear(8, 4, rngs=nnx.Rngs(0)), np.ones((3, 8), np.float32)
+    few = quantized.quantize_model(layer, x, bits=8)
+    with pytest.raises(ValueError, match=r"expected a model in 4 bits, got layers in \[8\]; give"):
+        interop.save_integers(few, tmp_path / "few", bits=4, network={}, notes={})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_page_beside_a_damaged_file_is_one_message(workdir, tmp_path):
+    shutil.copytree(workdir / "checkpoints", tmp_path / "checkpoints")
+    (tmp_path / "int8.safetensors").write_bytes(b"cut")
+    with pytest.raises(training.RunError, match="got another file or part of one"):
+        modes.export(config_of(), str(tmp_path), "last", "web")
 
 
 def test_c_is_written_of_it(workdir, capsys):

@@ -492,7 +492,8 @@ def _page_writer(run: training.Run, model: Any, path: Path, step: int) -> Callab
     source = data.require_kind(data.ImageSource, run.eval_source, "a page")
     networks, facts = {"float32": model}, run.task.data_facts
     for file in sorted(path.parent.glob("int?.safetensors"), reverse=True):
-        few, header = interop.load_integers(model, file, network=_network(run))
+        with training.user_errors():
+            few, header = interop.load_integers(model, file, network=_network(run))
         if header["notes"]["step"] == step:
             networks[f"{header['bits']} bits"] = few
     batch, names = source.first(_PAGE_EXAMPLES), source.label_names

@@ -64,10 +64,11 @@ _VIEWS = _of(
 _FREE = _VIEWS | _of(
     "free",
     "neg abs real imag conj complex copy convert_element_type bitcast_convert_type select_n slice "
-    "dynamic_slice dynamic_update_slice gather scatter concatenate pad rev iota split empty and or "
-    "not xor shift_left shift_right_logical shift_right_arithmetic population_count clz reduce_and "
-    "reduce_or reduce_xor all_gather all_gather_invariant all_to_all ppermute pbroadcast reshard "
-    "axis_index device_put get swap program_id num_programs create_token",
+    "dynamic_slice dynamic_update_slice gather scatter concatenate stack unstack tile pad rev iota "
+    "split empty and or not xor shift_left shift_right_logical shift_right_arithmetic "
+    "population_count clz reduce_and reduce_or reduce_xor all_gather all_gather_invariant "
+    "all_to_all ppermute pbroadcast reshard axis_index device_put get swap program_id num_programs "
+    "create_token",
 )
 
 Count = Callable[[Any], Mapping[str, int]]

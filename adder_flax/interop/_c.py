@@ -132,14 +132,18 @@ def _checked(model: Any) -> Any:
     if got := unlike(model):
         pass
     elif any(
-        getattr(layer, "norm", None) is None
+        not isinstance(layer, quantized.AdderLinear) or layer.norm is None
         for block in model.blocks
         for layer in _linear_layers(block)
     ):
         got = "other layers in its blocks"
     elif any("lowest" not in block.attention.score for block in model.blocks):
         got = "other scores in its blocks"
-    elif any(layer.dtype != np.float32 for b in model.blocks for layer in _linear_layers(b)):
+    elif any(
+        layer.dtype is not None and layer.dtype != np.float32
+        for block in model.blocks
+        for layer in _linear_layers(block)
+    ):
         got = "a narrower dtype"
     else:
         return model

@@ -45,7 +45,17 @@ def save_integers(
 
     Returns:
       How many bytes the file has.
+
+    Raises:
+      ValueError: the model has layers of other bits.
     """
+    layers = (m for _, m in nnx.iter_modules(model) if isinstance(m, quantized.AdderLinear))
+    found = {layer.weights.grid.bits for layer in layers}
+    if found - {bits}:
+        raise ValueError(
+            f"expected a model in {bits} bits, got layers in {sorted(found)}; give the bits that "
+            "quantize_model was given"
+        )
     flat: dict[Any, Any] = flatten_dict(nnx.to_pure_dict(nnx.split(model)[1]))
     arrays = {
         ".".join(map(str, name)): _packed(np.asarray(array), bits) for name, array in flat.items()

@@ -473,4 +473,6 @@ def _cut(operand: Operand, parts: int, filling: str) -> Operand:
 
 def _joined(result: jax.Array, parts: int) -> jax.Array:
     """Returns the sums of which these are the parts, cut by `_cut`."""
-    return result.reshape(parts, -1, *result.shape[1:]).sum(0) if parts > 1 else result
+    if parts == 1:
+        return result
+    return result.reshape(parts, -1, *result.shape[1:]).sum(0, dtype=result.dtype)

@@ -32,7 +32,7 @@ class ReferenceBackend(Backend):
 
     def sad(self, x, w):
         x, w = x.astype(jnp.int32), w.astype(jnp.int32)
-        return jnp.abs(x[:, :, None] - w[:, None]).sum(-1)
+        return jnp.abs(x[:, :, None] - w[:, None]).sum(-1, dtype=jnp.int32)
 
     def additive(self, query, key, v):
         query, key, v = upcast(query, key, v)

@@ -70,7 +70,7 @@ def sad_matmul(
     Args:
       x: any leading axes; the last one is contracted. uint8, or int8.
       w: weights; the first axis is contracted. uint8 where x is, int8 where x is (both are then
-        shifted by 128, which changes no difference), or either packed by `sad_pack`.
+        shifted by 128, which changes no difference), or such bytes packed by `sad_pack`.
 
     Raises:
       ValueError: if the shapes do not fit, or K is over 2²³, where sums leave int32.

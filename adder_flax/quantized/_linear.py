@@ -3,6 +3,7 @@
 from typing import Any
 
 import flax.nnx as nnx
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, UInt8
@@ -24,7 +25,7 @@ class AdderLinear(nnx.Module):
       weights: from `quantize_weights`.
       norm: behind the sums, or None.
       bias: added to the sums where there is no norm, or None.
-      dtype: of the normalised output.
+      dtype: of the normalised output; None for the common one of inputs and norm.
 
     >>> layer = layers.AdderLinear(8, 4, rngs=nnx.Rngs(0))
     >>> x = nnx.Rngs(1).normal((100, 8))
@@ -38,7 +39,7 @@ class AdderLinear(nnx.Module):
         *,
         norm: layers.LayerNorm | None = None,
         bias: Float[Array, " out_features"] | None = None,
-        dtype: DTypeLike = jnp.float32,
+        dtype: DTypeLike | None = jnp.float32,
     ):
         self.weights = nnx.data(weights)
         self.norm = nnx.data(norm)
@@ -80,19 +81,20 @@ class AdderLinear(nnx.Module):
     @classmethod
     def of_weights(cls, layer: layers.AdderLinear, weights: AdderWeights) -> "AdderLinear":
         """Returns a layer in few bits with weights of its own and the rest of another."""
-        dtype = layer.kernel[...].dtype if layer.dtype is None else layer.dtype
         return cls(
             weights,
             norm=None if layer.norm is None else nnx.clone(layer.norm),
             bias=None if layer.bias is None else layer.bias[...],
-            dtype=dtype,
+            dtype=layer.dtype,
         )
 
     def __call__(
         self, inputs: Float[Array, "*batch in_features"] | UInt8[Array, "*batch in_features"]
     ) -> Float[Array, "*batch out_features"]:
         if self.norm is not None:
-            return self.normed(inputs).astype(self.dtype)
+            own = jax.tree.leaves(nnx.state(self.norm))
+            dtype = jnp.result_type(inputs, *own) if self.dtype is None else self.dtype
+            return self.normed(inputs).astype(dtype)
         sums = adder_linear(inputs, self.weights)
         return sums if self.bias is None else sums + self.bias
 

@@ -1,7 +1,8 @@
 """Whole models in few bits: adder layers and adder scores exchanged, all else left as it is."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.nnx as nnx
@@ -46,30 +47,38 @@ def quantize_model(model: nnx.Module, *inputs: Any, bits: int = 8) -> nnx.Module
     """
     wanted = {"adder": ["rows"], "attention": ["query", "key"]}
     _, records = recorder.record(wanted, model, *inputs)
-    seen: dict[str, Mapping[str, Any]] = {record.path: record.arrays for record in records}
+    seen: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        seen.setdefault(record.path, []).append(record.arrays)
 
-    def at(path: str) -> Mapping[str, Any]:
+    def calls(path: str, name: str, own_axes: int) -> list[np.ndarray]:
+        """What each call of a module had, with one axis before its own."""
         if path not in seen:
             raise ValueError(
                 f"expected examples that reach every adder layer and score, got none at {path!r}; "
                 "give some that do"
             )
-        return seen[path]
+        found = [np.asarray(arrays[name], np.float32) for arrays in seen[path]]
+        return [array.reshape(-1, *array.shape[-own_axes:]) for array in found]
 
     def layer_of(path: str, layer: layers.AdderLinear) -> AdderLinear:
-        rows = np.asarray(at(path)["rows"], np.float32).reshape(-1, layer.in_features)
+        rows = np.concatenate(calls(path, "rows", 1))
         return AdderLinear.from_layer(layer, rows[:: 1 + len(rows) // _MOST_ROWS], bits=bits)
 
     def grid_of(path: str, module: Any) -> Grid:
-        heads = [np.asarray(at(path)[name], np.float32) for name in ("query", "key")]
+        heads = [calls(path, name, 3) for name in ("query", "key")]
+        # Of calls of several lengths, as many tokens as the shortest has.
+        lengths = [min(array.shape[-2] for array in arrays) for arrays in heads]
+        heads = [[a[..., :n, :] for a in arrays] for n, arrays in zip(lengths, heads, strict=True)]
         if module.settings.score_options.get("bits") == bits:
             lowest, step = (
-                jnp.full(_key_heads(module), end) for end in ops.shared_grid(*heads, bits=bits)
+                jnp.full(_key_heads(module), end)
+                for end in ops.shared_grid(*map(np.concatenate, heads), bits=bits)
             )
             return Grid(lowest, step, bits)
-        heads = [array.reshape(-1, *array.shape[-3:]) for array in heads]
-        pairs = heads[0].shape[-2] * heads[1].shape[-2]
-        return calibrate_scores(*(array[: 1 + _MOST_PAIRS // pairs] for array in heads), bits=bits)
+        each = 1 + _MOST_PAIRS // (math.prod(lengths) * len(heads[0]))
+        query, key = (np.concatenate([array[:each] for array in arrays]) for arrays in heads)
+        return calibrate_scores(query, key, bits=bits)
 
     return _exchange(model, layer_of, grid_of)
 
@@ -97,14 +106,14 @@ def _exchange(
     grid_of: Callable[[str, Any], Grid],
 ) -> nnx.Module:
     model = nnx.clone(model)
-    modules: dict[Any, Any] = dict(nnx.iter_modules(model))
+    modules: list[tuple[Any, Any]] = list(nnx.iter_modules(model))
     exchanged = False
-    for path, module in modules.items():
+    for path, module in modules:
         name = ".".join(map(str, path))
         if isinstance(module, layers.AdderLinear):
             if not path:
                 return layer_of(name, module)
-            _put(modules[path[:-1]], path[-1], layer_of(name, module))
+            _put(model, path, layer_of(name, module))
         elif _has_adder_scores(module):
             _put_score(module, grid_of(name, module))
         else:
@@ -115,9 +124,10 @@ def _exchange(
             "expected a model with adder layers or adder scores, got one without; products of "
             "bytes are what other libraries do"
         )
-    for path, module in nnx.iter_modules(model):
-        if path and isinstance(module, layers.Mlp) and _is_normed(module.fc1, module.fc2):
-            _put(modules[path[:-1]], path[-1], Mlp(module.fc1, module.fc2))
+    for path, module in list(nnx.iter_modules(model)):
+        # A subclass may have another formula.
+        if path and type(module) is layers.Mlp and _is_normed(module.fc1, module.fc2):
+            _put(model, path, Mlp(module.fc1, module.fc2))
     return model
 
 
@@ -125,17 +135,22 @@ def _is_normed(*linears: nnx.Module) -> bool:
     return all(isinstance(linear, AdderLinear) and linear.norm for linear in linears)
 
 
-def _put(parent: Any, name: Any, layer: nnx.Module) -> None:
-    if isinstance(name, int):
-        parent[name] = layer
+def _put(holder: Any, path: Sequence[Any], layer: nnx.Module) -> None:
+    is_attribute = lambda name: isinstance(name, str) and not isinstance(holder, dict)
+    *above, last = path
+    for name in above:
+        holder = getattr(holder, name) if is_attribute(name) else holder[name]
+    if is_attribute(last):
+        setattr(holder, last, layer)
     else:
-        setattr(parent, name, layer)
+        holder[last] = layer
 
 
 def _has_adder_scores(module: Any) -> bool:
     if not isinstance(module, MultiHeadAttention | SequenceAttention):
         return False
-    return attention.get_score(module.settings.score).name == "adder"
+    # That of bytes has its name.
+    return attention.get_score(module.settings.score) is attention.get_score("adder")
 
 
 def _key_heads(module: MultiHeadAttention | SequenceAttention) -> int:

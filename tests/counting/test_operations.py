@@ -174,6 +174,16 @@ def test_patch_convolution_equals_the_matrix_product():
     assert backward.multiplications == 3 * macs
 
 
+def test_moves_are_no_arithmetic():
+    def moved(x):
+        parts = jax.lax.unstack(jnp.tile(x, (2, 1)))
+        return jnp.stack([part[::-1] for part in parts])
+
+    counted = count_operations(moved, spec(3, 5))
+    assert not counted.counts
+    assert not counted.uncounted
+
+
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (2, 17, 5), (65, 3, 2)])
 def test_adder_product_is_two_additions_an_element(m, k, n):
     counted = count_operations(ops.adder_matmul, spec(m, k), spec(k, n))

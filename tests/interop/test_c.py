@@ -199,7 +199,13 @@ def test_damaged_weights_and_half_an_image_are_one_message(tmp_path):
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "options",
-    [dict(score="dot"), dict(mlp_linear="dense"), dict(stem_channels=(4,)), dict(distilled=True)],
+    [
+        dict(score="dot"),
+        dict(mlp_linear="dense"),
+        dict(mlp_linear="normed_dense", dtype=np.float32),
+        dict(stem_channels=(4,)),
+        dict(distilled=True),
+    ],
 )
 def test_other_networks_are_refused(options, tmp_path):
     with pytest.raises(ValueError, match="expected a vision transformer in few bits.*; export a"):

@@ -92,6 +92,11 @@ def test_the_farthest_bytes_in_sums_of_several_pieces(backend, k):
     check(backend, x, w)
 
 
+def test_sums_are_int32_where_others_have_64_bits(backend):
+    with jax.enable_x64(True):
+        check(backend, random_bytes(1, 1, 3, 5000), random_bytes(2, 1, 2, 5000))
+
+
 @pytest.mark.parametrize("empty", ["b", "m", "n", "k"])
 def test_no_members_rows_columns_or_terms(backend, empty):
     size = {"b": 2, "m": 3, "n": 4, "k": 5} | {empty: 0}

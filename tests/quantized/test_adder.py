@@ -128,6 +128,15 @@ def test_a_layer_takes_the_bytes_of_the_layer_before():
     np.testing.assert_allclose(got.astype(jnp.float32), few(x).astype(jnp.float32), atol=0.02)
 
 
+@pytest.mark.parametrize("given", ["float32", "bfloat16"])
+def test_outputs_have_the_dtype_that_the_layer_s_have(given):
+    layer = layers.AdderLinear(WIDTH, OUTPUTS, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(3))
+    x = jnp.asarray(trained_like()[0], given)
+    few = quantized.AdderLinear.from_layer(layer, x)
+    assert few(x).dtype == layer(x).dtype == given
+    assert few(quantize(x, few.weights.grid)).dtype == jnp.bfloat16
+
+
 def test_weights_are_bytes_that_the_state_holds():
     layer = layers.AdderLinear(WIDTH, OUTPUTS, rngs=nnx.Rngs(3))
     few = quantized.AdderLinear.from_layer(layer, trained_like()[0], bits=6)

@@ -175,6 +175,55 @@ def test_grouped_heads_and_other_models():
     assert error(quantized.quantize_model(speller, *words), speller, *words) < 0.05
 
 
+class Calls(nnx.Module):
+    """Calls of one module with inputs of other sizes and lengths."""
+
+    def __init__(self, called):
+        self.called = called
+
+    def __call__(self, *inputs):
+        return jnp.concatenate([self.called(x) for x in inputs], axis=-2)
+
+
+@pytest.mark.parametrize("kind", ["layer", "scores"])
+def test_a_grid_reaches_as_far_as_all_calls(kind):
+    near = nnx.Rngs(1).normal((20, 6, 8))
+    called, far = layers.AdderLinear(8, 8, norm=None, rngs=nnx.Rngs(0)), 30 + near[:, :4]
+    if kind == "scores":
+        called = MultiHeadAttention(2, 8, score="adder", rngs=nnx.Rngs(0))
+        far = 10 * near[:, :4]
+    for inputs in (near, far), (far, near):
+        model = Calls(called)
+        assert error(quantized.quantize_model(model, *inputs), model, *inputs) < 0.05
+
+
+def test_layers_in_lists_and_dictionaries_are_exchanged():
+    class Holder(nnx.Module):
+        def __init__(self):
+            made = [layers.AdderLinear(8, 8, rngs=nnx.Rngs(seed)) for seed in range(2)]
+            mlp = layers.Mlp(8, 8, linear=layers.AdderLinear, rngs=nnx.Rngs(2))
+            self.held = nnx.data({"values": made, "mlps": [mlp]})
+
+        def __call__(self, x):
+            return self.held["mlps"][0](self.held["values"][1](self.held["values"][0](x)))
+
+    model, x = Holder(), nnx.Rngs(1).normal((50, 8))
+    few = quantized.quantize_model(model, x)
+    assert not layers.adder_layers(few)
+    assert isinstance(few.held["mlps"][0], quantized.Mlp)
+    assert error(few, model, x) < 0.1
+
+
+def test_an_mlp_of_another_kind_keeps_its_own_formula():
+    class Rectified(layers.Mlp):
+        def __call__(self, inputs, **_):
+            return self.fc2(jax.nn.relu(self.fc1(inputs)))
+
+    model = Calls(Rectified(8, 8, linear=layers.AdderLinear, rngs=nnx.Rngs(2)))
+    x = nnx.Rngs(1).normal((50, 8))
+    assert error(quantized.quantize_model(model, x), model, x) < 0.05
+
+
 @pytest.mark.slow
 def test_what_learned_in_few_bits_keeps_its_grid():
     """The rounded network and the one of integers agree closer than either with the float one."""
@@ -198,6 +247,9 @@ def test_what_is_refused_says_why():
         def __call__(self, x):
             return self.used(x)
 
+    attention, x = MultiHeadAttention(2, 8, score="adder", rngs=nnx.Rngs(0)), jnp.ones((2, 3, 8))
+    with pytest.raises(ValueError, match="adder layers or adder scores, got one without"):
+        quantized.quantize_model(quantized.quantize_model(attention, x), x, bits=4)
     with pytest.raises(ValueError, match="reach every adder layer and score, got none at 'unused'"):
         quantized.quantize_model(Half(), jnp.ones((2, 8)))
 
