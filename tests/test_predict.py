@@ -11,15 +11,14 @@ from PIL import Image
 
 from adder_flax import data, interop, training
 from adder_flax.app import modes
+from adder_flax.experiments import common
 from adder_flax.predict import Prediction, Predictor, files_of
 from adder_flax.training import RunError, build_run
+from tests.training.tiny import TINY
 
 
 @pytest.fixture(scope="module")
 def run():
-    from adder_flax.experiments import common
-    from tests.training.tiny import TINY
-
     config = common.deit("multiplicative", "tiny")
     config.update_from_flattened_dict(TINY)
     return build_run(config)
@@ -160,3 +159,17 @@ def test_weights_for_a_part_of_the_model_are_refused(run, tmp_path):
     write_digits(tmp_path, run.eval_source.first(1)["image"])
     with pytest.raises(RunError, match="weights for the whole model"):
         modes.predict(config, tmp_path / "run", "last", str(tmp_path / "000.png"), None, None)
+
+
+@pytest.mark.slow  # imports TFDS
+def test_no_images_stand_in_for_a_set_that_is_normalised_by_its_own(tmp_path):
+    """KMNIST's mean is measured where it is trained on; that of photographs would not do."""
+    fields = {"data.data_dir": str(tmp_path), "model.patch_size": 14}
+    for name, known in (("mnist", True), ("kmnist", False)):
+        config = common.deit("multiplicative", "tiny", name)
+        config.update_from_flattened_dict(TINY | fields)
+        if known:
+            assert modes._run_without_data(config, tmp_path).task.data_facts.mean == (0.1307,)
+        else:
+            with pytest.raises(RunError, match="kmnist prepared as ArrayRecord .* Prepare it once"):
+                modes._run_without_data(config, tmp_path)

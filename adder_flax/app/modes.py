@@ -136,6 +136,18 @@ def _run_of(config: Any, workdir: str | Path, **options: Any) -> training.Run:
     return training.build_run(training.with_statistics(config, workdir), teach=False, **options)
 
 
+def _run_without_data(config: Any, workdir: str | Path) -> training.Run:
+    """The run of a directory whose data need not be here, unless they were measured to normalise
+    them.
+    """
+    run = _run_of(config, workdir, load=data.load_or_imitate)
+    source: Any = run.train_source
+    imitated = source.name == "fake" != run.settings.data.name
+    if imitated and source.statistics is None and not source.crops_on_host:
+        return _run_of(config, workdir)  # which says how to prepare them
+    return run
+
+
 def _whole_state(run: training.Run, workdir: str | Path, checkpoint: str) -> tuple[Any, str]:
     """The state at a checkpoint, or else of ``config.init_from``; and in words where it is from."""
     if not _begins(run.config, workdir):
@@ -293,7 +305,7 @@ def predict(
             "expected --images=FILE_OR_FOLDER with --mode=predict, got none; set it"
         )
     files = predicting.files_of(images)
-    run = _run_of(config, workdir, load=data.load_or_imitate)
+    run = _run_without_data(config, workdir)
     if weights:
         model, _ = _in_few_bits(run, workdir, weights)
     else:
@@ -359,7 +371,7 @@ def _calibration(run: training.Run) -> tuple[Any, ...]:
 
 def export_c(config: Any, workdir: str | Path, weights: str) -> None:
     """Writes what ``--mode=quantize`` wrote as a program in C under ``<workdir>/c``."""
-    run = _run_of(config, workdir, load=data.load_or_imitate)
+    run = _run_without_data(config, workdir)
     model, origin = _in_few_bits(run, workdir, weights)
     facts, folder = run.task.data_facts, Path(workdir) / "c"
     statistics = {name: getattr(facts, name, (0.0,)) for name in ("mean", "std")}

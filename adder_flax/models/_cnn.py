@@ -90,7 +90,10 @@ class ConvNet(nnx.Module):
 
 
 class _Residual(nnx.Module):
-    """x + conv(relu(norm(conv(relu(norm(x)))))), with a 1 × 1 convolution on x if shapes differ."""
+    """x + conv(relu(norm(conv(relu(norm(x)))))).
+
+    Where shapes differ, a 1 × 1 convolution of relu(norm(x)) stands in for the first x.
+    """
 
     def __init__(self, before: int, width: int, stride: int, **shared):
         self.norm1 = _norm(before, **shared)

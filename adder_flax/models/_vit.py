@@ -284,6 +284,8 @@ class VisionTransformer(nnx.Module):
         """
         if not self.annealing.end:
             return
+        # Numbers are part of a block's program, of which a loop has one for all.
+        progress = jnp.asarray(progress) if self.scan_blocks else progress
         shares = self.annealing.squared_shares(progress)
         # Convolutions in front of the patches go with the first block.
         parts = [(self.patch_embed, shares[0]), *zip(self.blocks, shares, strict=True)]

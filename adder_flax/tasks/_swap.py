@@ -68,20 +68,28 @@ def swap(
     teacher = _transformer(teacher, "a teacher")
     student = _transformer(student, "a model")
     _check(teacher, student)
-    linear, heads = _watch(teacher, images)
     known, params = (
         dict(nnx.to_flat_state(nnx.state(model, nnx.Param))) for model in (teacher, student)
     )
     adder = {path for path, layer in nnx.iter_modules(student) if isinstance(layer, AdderLinear)}
+    fitted_heads = {
+        ("blocks", index, "attention")
+        for index, block in enumerate(student.blocks)
+        if block.attention.settings.score == "adder"
+    }
+    _check_parts(set(known), set(params), adder, fitted_heads)
+    linear, heads = _watch(teacher, images)
     new = {path: known[path][...] for path in params if path in known and path[:-1] not in adder}
     outputs: dict[tuple, Callable[[Array], Array]] = {}
     stems = zip(teacher.patch_embed.stem, student.patch_embed.stem, strict=True)
     for index, (old, young) in enumerate(stems):
         if old.norm is not None and young.norm is None:
             outputs["patch_embed", "stem", index, "linear"] = old.norm
-    for index, block in enumerate(student.blocks):
-        if block.attention.settings.score == "adder":
-            outputs |= _fit_heads(index, block.attention, heads[index])
+    for place in fitted_heads:
+        attention = student.blocks[place[1]].attention
+        outputs |= _fit_heads(place, attention, heads[place[1]])
+        # The maps that heads are fitted to have the teacher's temperature.
+        new[*place, "log_temperature"] = np.zeros(attention.num_heads)
     squared = bool(student.annealing.end)
     for path, _ in nnx.iter_modules(student):
         if path in adder:
@@ -137,6 +145,28 @@ def _check(teacher: VisionTransformer, student: VisionTransformer) -> None:
         )
 
 
+def _check_parts(
+    known: set[tuple], params: set[tuple], adder: set[tuple], heads: set[tuple]
+) -> None:
+    """Refuses parameters that one network alone has, but for those of what is fitted."""
+    stem_norms = {(*path[:-1], "norm") for path in adder if path[1] == "stem"}
+    fitted = lambda path: (
+        path[:-1] in adder | stem_norms
+        or path[:-2] in adder
+        or (path[:-1] in heads and path[-1] == "log_temperature")
+    )
+    alone = {path for path in known ^ params if not fitted(path)}
+    dense = adder | {(*place, name) for place in heads for name in ("query", "key")}
+    alone |= {(*path, "bias") for path in dense} - known
+    if alone:
+        raise ValueError(
+            "expected a teacher with the model's parts, dense layers for adder ones and in front "
+            "of adder attention, to begin from, got "
+            f"{', '.join(sorted('.'.join(map(str, path)) for path in alone))}, which one of both "
+            "lacks; set --config.model.* to what the teacher has"
+        )
+
+
 def _watch(
     model: VisionTransformer, images: AnyArray
 ) -> tuple[dict[str, tuple[Array, Array]], list[Mapping[str, Array]]]:
@@ -159,7 +189,7 @@ class _Affine(NamedTuple):
 
 
 def _fit_heads(
-    index: int, attention: MultiHeadAttention, seen: Mapping[str, Array]
+    place: tuple, attention: MultiHeadAttention, seen: Mapping[str, Array]
 ) -> dict[tuple, _Affine]:
     """Returns what becomes of a block's queries and keys, by the paths of the layers of both."""
     tokens = seen["key"].shape[-2]
@@ -176,7 +206,6 @@ def _fit_heads(
     ratio, factor = (jnp.array(values) for values in (_RATIOS, _FACTORS))
     ratio, factor = ratio[best // len(_FACTORS)], factor[best % len(_FACTORS)]
     spread = lambda by_head: jnp.repeat(by_head, query.shape[-1])
-    place = ("blocks", index, "attention")
     return {
         (*place, "query"): _Affine(spread(factor), jnp.zeros(mean.size)),
         (*place, "key"): _Affine(spread(factor * ratio), mean.ravel()),
@@ -213,8 +242,10 @@ def _fit_distances(
     The kernel is of the dense layer that gave these, or others from which they differ by a factor
     and an offset each; ``squared`` says whether the layer begins with the squared distance.
     """
-    step = max(1, len(rows) // _MOST_ROWS)
-    rows, wanted = rows[::step].astype(jnp.float32), wanted[::step].astype(jnp.float32)
+    step, chosen = max(1, len(rows) // _MOST_ROWS), np.arange(len(rows))
+    if step > 1:  # every eighth row, say, could be the edge of every image
+        chosen = np.random.default_rng(0).permutation(chosen)[::step]
+    rows, wanted = (x[chosen].astype(jnp.float32) for x in (rows, wanted))
     mean, deviation = rows.mean(0)[:, None], rows.std(0)[:, None]
     directions = deviation * kernel
     directions = directions * deviation.mean() / jnp.maximum(directions.std(), 1e-12)

@@ -47,6 +47,9 @@ def call_to_train(call: Callable[..., Any], *inputs: Any, rngs: nnx.Rngs) -> Any
     """
     known = inspect.signature(call).parameters
     told = {"deterministic": False, "rngs": rngs}
+    # What hands any keyword on takes both; layers of nnx.Sequential, which names rngs, need not.
+    if "rngs" not in known and any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        return call(*inputs, **told)
     return call(*inputs, **{name: value for name, value in told.items() if name in known})
 
 

@@ -97,6 +97,15 @@ def test_loop_and_recomputation_change_nothing():
         jax.tree.map(close, loss_and_gradients(make(**options, **way))(0), expected)
 
 
+def test_the_loop_anneals_blocks_in_turn():
+    """Of plain progress, too: shares that are no arrays would be the first block's in all."""
+    options = dict(mlp_linear="adder", anneal_end=1.0, anneal_blocks="in_turn", depth=2)
+    unrolled, looped = make(**options), make(**options, scan_blocks=True)
+    for model in (unrolled, looped):
+        model.anneal(0.5)
+    close(looped(images()), unrolled(images()))
+
+
 def test_every_layer_takes_the_rates_of_another_run():
     model = make(dropout_rate=0.1, attention_dropout_rate=0.1, drop_path_rate=0.1)
     others = dict(dropout_rate=0.3, attention_dropout_rate=0.4, drop_path_rate=0.6)

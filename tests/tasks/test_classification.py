@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from adder_flax import training
 from adder_flax.experiments import common
 from adder_flax.settings import ClassificationSettings, RunSettings, SettingsError, defaults, read
-from adder_flax.tasks import TASKS
+from adder_flax.tasks import TASKS, call_to_train
 from adder_flax.tasks._classification import is_any_label
 from adder_flax.tasks._distillation import DistillationSettings
 from kfac.curvature._fisher import get_likelihood, output_cotangents
@@ -47,6 +47,20 @@ def by_formula(loss, logits=LOGITS):
         return -(TARGETS * (logits - np.log(np.exp(logits).sum(-1, keepdims=True)))).sum(-1).mean()
     probability = 1 / (1 + np.exp(-logits))
     return -np.log(np.where(TARGETS > 0, probability, 1 - probability)).mean()
+
+
+class Around(nnx.Module):
+    """Hands on whatever it is called with."""
+
+    def __call__(self, images, **options):
+        return options
+
+
+def test_a_model_that_hands_on_what_it_is_called_with_trains():
+    rngs = nnx.Rngs(0)
+    assert call_to_train(Around(), None, rngs=rngs) == {"deterministic": False, "rngs": rngs}
+    layers = nnx.Sequential(nnx.Linear(2, 2, rngs=rngs), nnx.Dropout(0.5))
+    assert (call_to_train(layers, jnp.ones((9, 2)), rngs=rngs) == 0).any()
 
 
 def sigmoid_config(**fields):

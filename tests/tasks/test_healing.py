@@ -99,6 +99,34 @@ def test_a_fitted_adder_layer_leaves_what_no_scale_and_offset_explain(squared):
     assert residual.var() < 0.5 * wanted.var(0).mean()
 
 
+def test_a_layer_is_fitted_to_all_columns_of_an_image():
+    """Not to every eighth row alone, the dark edge of images of eight pixels."""
+    rng = np.random.default_rng(0)
+    rows = rng.normal(1.0, 0.5, (8192, 24)).astype("f")
+    rows[::8] = 0.0
+    kernel = 0.2 * rng.normal(size=(24, 12)).astype("f")
+    fitted = _swap._fit_distances(rows, rows @ kernel, kernel, squared=False)
+    fitted = {name: np.asarray(values, np.float64) for name, values in fitted.items()}
+    seen = rows[:400]
+    sums = -np.abs(seen[:, :, None].astype(np.float64) - fitted["kernel"]).sum(1)
+    normed = (sums - sums.mean(-1, keepdims=True)) / np.sqrt(sums.var(-1, keepdims=True) + 1e-6)
+    residual = seen @ kernel - fitted["norm.scale"] * normed - fitted["norm.bias"]
+    assert residual.var() < 0.5 * (seen @ kernel).var(0).mean()
+
+
+@pytest.mark.slow
+def test_a_temperature_of_the_teacher_is_in_the_maps_that_heads_are_fitted_to():
+    teacher = make(temperature="learned")
+    for block in teacher.blocks:
+        block.attention.log_temperature[...] += 1.0
+    fixed, learned = (
+        watch(tasks.swap(teacher, make(1, score="adder", identity=False, temperature=t), images()))
+        for t in (1.0, "learned")
+    )
+    for a, b in zip(fixed[0], learned[0], strict=True):
+        np.testing.assert_allclose(b["weights"], a["weights"], rtol=1e-4, atol=1e-6)
+
+
 def healing(of, progress=0.2, **fields):
     facts = tasks.ImageFacts((8, 8, 1), 10, (0.5,), (0.25,), False)
     settings = dataclasses.replace(tasks.HealingSettings(), **fields)
@@ -204,6 +232,10 @@ def test_what_is_no_teacher_to_begin_from_is_refused():
         (make(), make(depth=1, **ADDER), "of the model's sizes"),
         (make(), without, "adder layers with a norm"),
         (convolutions, make(), "vision transformer .*, got a ConvNet"),
+        (make(layer_scale=0.5), make(**ADDER), "parts.* got blocks.0.layer_scale1.scale, "),
+        (make(), make(fc_norm=True), "got fc_norm.bias, fc_norm.scale, norm.bias, norm.scale,"),
+        (make(), make(mlp_linear="normed_dense"), "got blocks.0.mlp.fc1.bias, .*fc1.norm.bias"),
+        (make(mlp_linear="normed_dense"), make(**ADDER), "got blocks.0.mlp.fc1.bias, blocks.0.mlp"),
     ):
         with pytest.raises(ValueError, match=message):
             tasks.swap(teacher, student, images())
