@@ -284,7 +284,8 @@ def pullback(program: Program, linearized: tuple, zs: Sequence[Array], like: Lan
 def example_derivatives(g: Lane, pushed: Lane) -> Float[Array, "column example"]:
     """θ_n = ⟨g_n, J_n v⟩: each example's derivative of its loss along v."""
     pairs = zip(g, pushed, strict=True)
-    return functools.reduce(jnp.add, [jnp.einsum("cnto,nto->cn", gs, ys) for gs, ys in pairs])
+    # No product of matrices: XLA would transpose copies of both operands for it on a CPU.
+    return functools.reduce(jnp.add, [(gs * ys).sum((-2, -1)) for gs, ys in pairs])
 
 
 def exact_product(program: Program, linearized: tuple, g: Lane, v: Lane) -> Lane:
@@ -378,6 +379,14 @@ def exact_trace(
     program: Program, params: Lane, inputs: tuple, linearized: tuple, g: Lane
 ) -> Float[Array, ""]:
     """tr F = Σ_n ‖u_n‖² / N, at the cost of one pull-back; the u_n are not kept."""
+    use, *others = program
+    if use.layer.kind == "dense" and not others:
+        rows = use.rows(use.layer.features(use.own(params), inputs[0]))
+        width = rows.shape[-1]
+        if use.num_tokens * (width + use.num_outputs) <= width * use.num_outputs:
+            # ‖Σ_t φ_t g_tᵀ‖² = Σ_ts ⟨φ_t, φ_s⟩⟨g_t, g_s⟩, cheaper where tokens are few.
+            alike = _squared("nti,nsi->nts", rows, None) * _squared("cnto,cnso->nts", g[0], None)
+            return alike.sum() / use.num_examples
 
     def squared_norm(gradient: Lane) -> Array:
         return functools.reduce(jnp.add, [jnp.sum(jnp.square(p)) for p in gradient])
