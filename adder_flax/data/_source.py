@@ -123,9 +123,15 @@ class Source(abc.ABC):
         return marks
 
     def first(self, count: int) -> Batch:
-        """The first `count` records that can be read, as evaluation sees them."""
+        """The first `count` records that can be read, as evaluation sees them.
+
+        Of images of any size some of the whole split: folders are sorted by class.
+        """
+        order: Sequence[int] | np.ndarray = range(len(self))
+        if getattr(self, "crops_on_host", False) and count < len(self):
+            order = np.random.default_rng(0).permutation(len(self))
         found: list[Batch] = []
-        for index in range(len(self)):
+        for index in order:
             arrays, readable = self.read(np.array([index]))
             found += [arrays] * int(readable[0])
             if len(found) == count:

@@ -110,8 +110,7 @@ class AdderLinear(nnx.Module):
         The norm takes off what is the same for all outputs, as an excess of the inputs is.
         """
         norm: Any = self.norm
-        weights = self.weights
-        features = weights.packed.columns.shape[:1]
+        weights, features = self.weights, self.weights.packed.columns.shape[:1]
         return ops.sad_norm(
             inputs,
             weights.packed,
