@@ -3,8 +3,6 @@
 The truth is JAX's own Hessian of the loss, or one gradient per example, in float64.
 """
 
-import subprocess
-import sys
 import textwrap
 
 import jax
@@ -15,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 import kfac
 from tests.kfac.reference import matrix_of, normal, system_of
-from tests.processes import ROOT, simulated_devices
+from tests.processes import run_code
 
 
 @pytest.fixture(autouse=True)
@@ -388,12 +386,4 @@ TWO_DEVICES = textwrap.dedent(
 
 @pytest.mark.slow
 def test_two_devices_take_the_step_of_one():
-    done = subprocess.run(
-        [sys.executable, "-c", TWO_DEVICES],
-        env=simulated_devices(2),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_code(TWO_DEVICES, devices=2)

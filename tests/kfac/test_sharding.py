@@ -1,12 +1,10 @@
 """Eight devices compute what one does, with the all-reduces one expects."""
 
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
-from tests.processes import ROOT, simulated_devices
+from tests.processes import run_code
 
 pytestmark = pytest.mark.slow
 
@@ -98,23 +96,9 @@ SHARED = textwrap.dedent(
 )
 
 
-def run(program):
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=simulated_devices(8),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
-
-
 def test_each_device_solves_for_its_own_layers():
-    ((flops, turns, flops_of_eight, turns_of_eight),) = (
-        map(float, line.split()) for line in run(SHARED)
-    )
+    printed = run_code(SHARED, devices=8)
+    flops, turns, flops_of_eight, turns_of_eight = map(float, printed.split())
     assert flops_of_eight < 0.3 * flops  # 2 lanes of 10, and the one of the other shape on each
     # Inversions go lane by lane: both factors of ten layers, which have one size.
     assert (turns, turns_of_eight) == (20, 3)
@@ -123,7 +107,7 @@ def test_each_device_solves_for_its_own_layers():
 @pytest.fixture(scope="module")
 def report():
     counts = {}
-    for line in run(PROGRAM):
+    for line in run_code(PROGRAM, devices=8).splitlines():
         name, _, reduces, _, gathers = line.split()
         counts[name] = int(reduces), int(gathers)
     return counts

@@ -13,7 +13,7 @@ import pytest
 
 from adder_flax import ops, own_cache
 from adder_flax.ops import _cpu
-from tests.processes import ROOT, simulated_devices
+from tests.processes import ROOT, run_python, simulated_devices
 
 pytestmark = pytest.mark.skipif(
     _cpu.CpuBackend().why_unavailable() is not None,
@@ -35,17 +35,10 @@ def _gradients(x, w, g, rule="hardtanh"):
     return y, *vjp(g)
 
 
-def _run(code, **environment):
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        env=simulated_devices(1) | environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.returncode == 0, process.stderr
-    return process
+def _run(code, **options):
+    done = run_python("-c", code, **options)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def _assert_as_reference(function, *arrays, atol):
@@ -219,7 +212,7 @@ def test_same_bits_on_any_number_of_threads(devices, tmp_path):
     )
     results = []
     for threads in ("1", "5"):
-        _run(code, **simulated_devices(devices), PJRT_NPROC=threads)
+        _run(code, devices=devices, PJRT_NPROC=threads)
         results.append(dict(np.load(tmp_path / "out.npz")))
     jax.tree.map(np.testing.assert_array_equal, *results)
 
