@@ -34,6 +34,8 @@ if "XLA_FLAGS" not in os.environ:
     del os.environ["XLA_FLAGS"]
 
 # JAX reads its environment as it is imported.
+import jax  # noqa: E402
+
 from tests import annotations  # noqa: E402
 
 annotations.hold()
@@ -63,6 +65,13 @@ def _calls_that_are_wrong_on_purpose(request):
     """Does not check calls of tests marked ``unchecked``: what they call is to complain itself, or
     asks for more than they need."""
     with annotations.held(request.node.get_closest_marker("unchecked") is None):
+        yield
+
+
+@pytest.fixture
+def x64():
+    """Float64 while the test runs."""
+    with jax.enable_x64(True):
         yield
 
 

@@ -11,7 +11,6 @@ import pytest
 import kfac
 from adder_flax import layers, linen, ops
 from adder_flax.parameters import Facts, parameter_facts
-from tests.kfac.conftest import x64  # noqa: F401
 from tests.modules import parameters, randomised, run
 
 
