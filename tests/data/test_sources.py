@@ -32,7 +32,7 @@ from adder_flax.data._images import (
 from adder_flax.settings import ClassificationSettings
 from adder_flax.tasks import Classification
 from adder_flax.training import other_records
-from tests.data.files import encode, smooth_image
+from tests.data.files import encode, smooth_image, write_images
 from tests.processes import run_code
 
 
@@ -374,10 +374,7 @@ def prepared(tmp_path_factory):
     prepare = pytest.importorskip("adder_flax.data.prepare").prepare
     root = tmp_path_factory.mktemp("images")
     for name in ("ant", "bird"):
-        folder = root / "train" / name
-        folder.mkdir(parents=True)
-        for number in range(3):
-            (folder / f"{number}.png").write_bytes(encode(smooth_image(9, 9, seed=number)))
+        write_images(root / "train" / name, 3)
     return prepare("folder", str(tmp_path_factory.mktemp("sets")), str(root), "insects")
 
 

@@ -60,14 +60,6 @@ def close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_weights_of_timm_give_timms_logits(tmp_path):
-    arrays = timm_arrays()
-    save_file(arrays, tmp_path / "timm.safetensors")
-    model = make()
-    assert load(model, tmp_path / "timm.safetensors") == ()
-    close(model(images()), timm_forward(arrays, images(), patch_size=3, depth=2, num_heads=4))
-
-
 def test_what_is_written_for_timm_gives_the_models_logits(tmp_path):
     model = make()
     interop.save_weights(model, tmp_path / "timm.safetensors", names="timm")
