@@ -62,25 +62,6 @@ def test_edges_of_tiles_panels_and_pieces(shape, rule):
     _assert_as_reference(lambda *arrays: _gradients(*arrays, rule), x, w, g, atol=2e-6 * max(shape))
 
 
-@pytest.mark.parametrize("slope", [0.5, 4.0])
-def test_both_gradients_of_scores_are_those_of_the_rule(slope):
-    query, key, g = _normal((2, 13, 20), (2, 40, 20), (2, 13, 40))  # one kernel, of two samples
-    score = lambda q, k: ops.l1_scores(q, k, gradient="hardtanh", hardtanh_slope=slope)
-    with ops.use_backend("cpu_native"):
-        d_query, d_key = jax.vjp(score, query, key)[1](g)
-    pairs = key.astype(np.float64)[:, None] - query[:, :, None]
-    pairs = np.clip(slope * pairs, -1, 1) * g[..., None]
-    np.testing.assert_allclose(d_query, pairs.sum(2), atol=1e-5)
-    np.testing.assert_allclose(d_key, -pairs.sum(1), atol=1e-5)
-
-
-def test_additive_scores_of_more_terms_than_a_packed_piece():
-    query, key, v = _normal((5, 3100), (9, 3100), (3100,))
-    with ops.use_backend("cpu_native"):
-        got = ops.additive_scores(query, key, v)
-    np.testing.assert_allclose(got, np.tanh(query.astype(np.float64)[:, None] + key) @ v, atol=1e-3)
-
-
 @pytest.mark.parametrize("rule", ["sign", "hardtanh", "full"])
 def test_nan_and_infinities_propagate_through_every_gradient(rule):
     x, w, g = _normal((9, 40), (40, 70), (9, 70))
