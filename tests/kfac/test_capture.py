@@ -96,21 +96,6 @@ def test_transformations(loss_fn):
     assert layers.coverage == 1.0
 
 
-def test_scan_is_the_unrolled_loop():
-    unrolled = {f"l{i}": jax.tree.map(lambda p, i=i: p[i], STACK["stack"]) for i in range(2)}
-
-    def loop(params, x, labels):
-        for name in params:
-            x = layer(params[name], x, name)
-        return pool(x, labels)
-
-    function = lambda f: jax.jit(kfac.value_grad_and_curvature(f, fisher="empirical", has_aux=True))
-    stacked, listed = function(scanned)(STACK, X, LABELS)[2], function(loop)(unrolled, X, LABELS)[2]
-    for i in range(2):
-        inputs, cotangents = stacked.captured["stack"]
-        close((inputs[i], cotangents[:, i]), listed.captured[f"l{i}"], rtol=1e-12)
-
-
 @jax.checkpoint
 def rematerialised_globally(params, x):
     return layer(params, x, "l")
@@ -253,14 +238,6 @@ def test_draws_average_to_the_gauss_newton_matrix(fisher, likelihood):
         errors.append(np.linalg.norm(block - expected) / np.linalg.norm(expected))
     assert errors[1] < 0.05
     assert errors[1] < errors[0] / 3  # 1/√100 of it, on average
-
-
-def test_positions_are_terms_of_a_mean():
-    # A mean over T positions: its Gauss-Newton matrix is that of N·T examples of one position.
-    labels = jnp.tile(LABELS[:, None], (1, 2))
-    expected = gauss_newton(LOSSES["categorical"], X.reshape(-1, 3))
-    _, block = fisher_block("mc", jax.random.key(0), labels=labels, x=X, num_samples=20000)
-    assert np.linalg.norm(block - expected) < 0.05 * np.linalg.norm(expected)
 
 
 def test_refresh_switches_the_extra_pullback_off():

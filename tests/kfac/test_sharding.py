@@ -104,28 +104,15 @@ def test_each_device_solves_for_its_own_layers():
     assert (turns, turns_of_eight) == (20, 3)
 
 
-@pytest.fixture(scope="module")
-def report():
+def test_eight_devices_agree_with_one_and_reduce_each_sum_once():
+    """Loss, gradients, factors and the quadratic model; each exact product. Nothing of the loop of
+    CG on factors depends on the batch, or a reduction would stand there once."""
     counts = {}
     for line in run_code(PROGRAM, devices=8).splitlines():
         name, _, reduces, _, gathers = line.split()
         counts[name] = int(reduces), int(gathers)
-    return counts
-
-
-def test_eight_devices_agree_with_one(report):
-    assert set(report) == {"kron", "exact"}
-
-
-def test_factors_are_reduced_once_and_iterations_stay_on_the_device(report):
-    # Loss, gradients, factors and the quadratic model; no reduction per CG iteration (they would
-    # stand in its loop once, but nothing of the loop depends on the batch).
-    reduces, gathers = report["kron"]
-    assert 1 <= reduces <= 12
-    assert gathers == 0
-
-
-def test_exact_products_are_reduced_once_per_product(report):
-    reduces, gathers = report["exact"]
-    assert 1 <= reduces <= 16
-    assert gathers == 0
+    assert counts.keys() == {"kron", "exact"}
+    for name, most in (("kron", 12), ("exact", 16)):
+        reduces, gathers = counts[name]
+        assert 1 <= reduces <= most
+        assert gathers == 0
