@@ -17,6 +17,14 @@ def randomised(make, seed=1):
     return nnx.merge(graphdef, jax.tree.map(fill, nnx.to_pure_dict(state)))
 
 
+def moved(model, seed=0, scale=0.2):
+    """The model with normal numbers of this size added to every parameter."""
+    graphdef, params = nnx.split(model, nnx.Param)
+    rng = np.random.default_rng(seed)
+    add = lambda x: x + scale * rng.normal(size=x.shape).astype(x.dtype)
+    return nnx.merge(graphdef, jax.tree.map(add, params))
+
+
 def tiny_vit(**options):
     """For images of 4 x 4 gray pixels: five tokens of eight numbers, two blocks of two heads."""
     sizes = dict(image_size=4, patch_size=2, channels=1, num_classes=3)

@@ -13,6 +13,7 @@ from adder_flax import layers, models, recorder, report, settings, tasks, traini
 from adder_flax.experiments import common
 from adder_flax.report._sequences import with_uniform_maps
 from adder_flax.tasks import _swap
+from tests.modules import moved
 from tests.training.tiny import TINY
 
 SIZES = dict(image_size=8, patch_size=4, channels=1, num_classes=10, width=8, depth=2, num_heads=2)
@@ -23,10 +24,7 @@ ADDER |= dict.fromkeys(("qkv_linear", "proj_linear", "mlp_linear"), "adder")
 def make(seed=0, **options):
     """A transformer all of whose parameters are random."""
     model = models.VisionTransformer(**SIZES | options, rngs=nnx.Rngs(seed))
-    graphdef, params = nnx.split(model, nnx.Param)
-    rng = np.random.default_rng(seed)
-    moved = lambda x: x + 0.3 * rng.normal(size=x.shape).astype(x.dtype)
-    return nnx.merge(graphdef, jax.tree.map(moved, params))
+    return moved(model, seed, scale=0.3)
 
 
 def images(count=6):
