@@ -1,17 +1,16 @@
 """What several test modules share."""
 
 import collections
+import functools
 import gc
 import os
-import subprocess
-import sys
 import tempfile
 
 import jaxlib
 import pytest
 from jaxlib import xla_client
 
-from tests.processes import ROOT, simulated_devices
+from tests.processes import run_python
 
 # A program that several tests, workers or processes need is compiled once in a run of the tests.
 # The controller of pytest-xdist is the first to come here, its workers find the folder in their
@@ -35,6 +34,8 @@ if "XLA_FLAGS" not in os.environ:
     del os.environ["XLA_FLAGS"]
 
 # JAX reads its environment as it is imported.
+import jax  # noqa: E402
+
 from tests import annotations  # noqa: E402
 
 annotations.hold()
@@ -68,18 +69,14 @@ def _calls_that_are_wrong_on_purpose(request):
 
 
 @pytest.fixture
+def x64():
+    """Float64 while the test runs."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
 def run_main():
     """Runs ``main.py`` in a process of its own: ``run_main(*flags, devices=1) →
     CompletedProcess``."""
-
-    def run(*flags: str, devices: int = 1) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, ROOT / "main.py", *map(str, flags)],
-            env=simulated_devices(devices),
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-
-    return run
+    return functools.partial(run_python, "main.py")

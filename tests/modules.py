@@ -5,6 +5,7 @@ import jax
 import numpy as np
 
 from adder_flax import attention, recorder
+from adder_flax.models import VisionTransformer
 
 
 def randomised(make, seed=1):
@@ -14,6 +15,21 @@ def randomised(make, seed=1):
     graphdef, state = nnx.split(nnx.eval_shape(make))
     fill = lambda leaf: (0.5 * rng.normal(size=leaf.shape)).astype(leaf.dtype)
     return nnx.merge(graphdef, jax.tree.map(fill, nnx.to_pure_dict(state)))
+
+
+def moved(model, seed=0, scale=0.2):
+    """The model with normal numbers of this size added to every parameter."""
+    graphdef, params = nnx.split(model, nnx.Param)
+    rng = np.random.default_rng(seed)
+    add = lambda x: x + scale * rng.normal(size=x.shape).astype(x.dtype)
+    return nnx.merge(graphdef, jax.tree.map(add, params))
+
+
+def tiny_vit(**options):
+    """For images of 4 x 4 gray pixels: five tokens of eight numbers, two blocks of two heads."""
+    sizes = dict(image_size=4, patch_size=2, channels=1, num_classes=3)
+    sizes |= dict(width=8, depth=2, num_heads=2)
+    return VisionTransformer(**sizes | options, rngs=nnx.Rngs(0))
 
 
 def run(module, *inputs, **options):

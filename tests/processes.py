@@ -16,15 +16,22 @@ def simulated_devices(count: int) -> dict[str, str]:
     }
 
 
-def run_code(code: str, *arguments: str | Path, devices: int = 1, **environment: str) -> str:
-    """Runs Python in a process of its own and returns what it prints; it has to end well."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
+def run_python(
+    *arguments: str | Path, devices: int = 1, cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python in a process of its own until it ends, well or not."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
         env=simulated_devices(devices) | environment,
-        cwd=ROOT,
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=1800,
     )
+
+
+def run_code(code: str, *arguments: str | Path, devices: int = 1, **environment: str) -> str:
+    """Returns what a program prints that has to end well."""
+    done = run_python("-c", code, *arguments, devices=devices, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -2,8 +2,6 @@
 
 import os
 
-import pytest
-
 from adder_flax.files import append, write_whole
 
 
@@ -21,16 +19,3 @@ def test_until_a_file_is_whole_the_one_before_is_there(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: seen.append(path.read_bytes()))
     write_whole(path, b"after")
     assert (seen, path.read_bytes()) == ([b"before"], b"after")
-
-
-def test_what_cannot_be_written_leaves_what_was(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    write_whole(path, b"before")
-
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        write_whole(path, b"after")
-    assert (os.listdir(tmp_path), path.read_bytes()) == (["file"], b"before")

@@ -16,7 +16,7 @@ from orbax.checkpoint import v1 as ocp
 import adder_flax
 from adder_flax.experiment import experiment_names
 from tests.data.files import write_dictionary
-from tests.processes import ROOT, simulated_devices
+from tests.processes import ROOT, run_python, simulated_devices
 from tests.training.tiny import TINY_FLAGS
 
 EXPERIMENT = "--config=experiments/adder_deit_tiny.py"
@@ -82,8 +82,7 @@ def test_what_is_not_there_is_named(experiment, message, run_main, tmp_path):
 
 
 def test_without_its_libraries_it_is_one_message():
-    bare = [sys.executable, "-S", ROOT / "main.py", EXPERIMENT]  # no installed package is found
-    done = subprocess.run(bare, cwd=ROOT, capture_output=True, text=True)
+    done = run_python("-S", "main.py", EXPERIMENT)  # no installed package is found
     assert done.returncode == 1
     assert done.stderr == (
         "error: expected absl, got none; in the repository of this project: "

@@ -2,16 +2,16 @@
 beside it."""
 
 import ast
+import functools
 import importlib.metadata
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 
 import pytest
 
-from tests.processes import ROOT
+from tests.processes import ROOT, run_python
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -95,9 +95,7 @@ sys.meta_path.insert(0, Hidden())
 """
     if library == "sklearn":  # looked for, not imported
         hidden = "import importlib.util; importlib.util.find_spec = lambda name: None"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{hidden}\n{code}"], cwd=ROOT, capture_output=True, text=True
-    )
+    done = run_python("-c", f"{hidden}\n{code}")
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("adder_flax.extras.MissingExtraError: expected ")
     assert last.endswith(f'pip install ".[{extra}]"')
@@ -107,15 +105,10 @@ sys.meta_path.insert(0, Hidden())
 def test_it_is_not_imported_beside_the_other_kfac(package, tmp_path):
     left_out = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / package, tmp_path / package, ignore=left_out)
-    done = _import(package, tmp_path)
+    run = functools.partial(run_python, "-c", f"import {package}", cwd=tmp_path)
+    done = run()
     assert done.returncode == 0, done.stderr
     (tmp_path / "kfac-0.2.4.dist-info").mkdir()
-    done = _import(package, tmp_path)
+    done = run()
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: expected adder-flax alone to bring")
-
-
-def _import(package, folder):
-    return subprocess.run(
-        [sys.executable, "-c", f"import {package}"], cwd=folder, capture_output=True, text=True
-    )

@@ -8,11 +8,10 @@ from flax import nnx
 
 from adder_flax import attention, ops
 from adder_flax.layers import AdderLinear
-from adder_flax.models import VisionTransformer
 from adder_flax.recorder import describe, listening, record, report
+from tests.modules import tiny_vit
 
 X = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
-SIZES = dict(image_size=4, patch_size=2, channels=1, num_classes=3, width=8, depth=2, num_heads=2)
 
 
 def layer(x):
@@ -95,8 +94,7 @@ def test_nobody_listens_nobody_pays():
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("options", [{}, {"remat": True}, {"scan_blocks": True, "remat": True}])
 def test_a_vision_transformer_names_its_layers(options):
-    options = SIZES | dict(score="adder", mlp_linear="adder") | options
-    model = VisionTransformer(**options, rngs=nnx.Rngs(0))
+    model = tiny_vit(score="adder", mlp_linear="adder", **options)
     images = np.random.default_rng(0).standard_normal((3, 4, 4, 1)).astype(np.float32)
     wanted = {"adder": ["rows", "kernel", "sums"], "attention": [], "block": ["output"]}
     logits, records = record(wanted, model, images)

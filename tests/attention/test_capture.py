@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from adder_flax import attention, linen, recorder
-from adder_flax.models import VisionTransformer
 from tests.attention import reference
-from tests.modules import randomised
+from tests.modules import randomised, tiny_vit
 
 TOKENS = np.random.default_rng(0).normal(size=(3, 5, 8)).astype(np.float32)
 
@@ -20,14 +19,7 @@ TOKENS = np.random.default_rng(0).normal(size=(3, 5, 8)).astype(np.float32)
 )
 def test_every_map_of_a_vision_transformer_and_the_model_is_left_alone(graph, options):
     with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph):
-        size = dict(
-            image_size=4, patch_size=2, channels=1, num_classes=3, width=8, depth=2, num_heads=2
-        )
-        model = randomised(
-            lambda: VisionTransformer(
-                **size, attention_dropout_rate=0.5, **options, rngs=nnx.Rngs(0)
-            )
-        )
+        model = randomised(lambda: tiny_vit(attention_dropout_rate=0.5, **options))
         images = np.random.default_rng(0).normal(size=(3, 4, 4, 1)).astype(np.float32)
         before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
         maps = attention.capture_attention(model, images)
@@ -120,13 +112,11 @@ def test_linen_layers_stacked_in_a_scan():
 
 
 def test_linen_vision_transformer_as_its_nnx_twin():
-    sizes = dict(patch_size=2, num_classes=3, width=8, depth=2, num_heads=2, score="adder")
     images = np.random.default_rng(1).normal(size=(3, 4, 4, 1)).astype(np.float32)
-    ours = randomised(
-        lambda: VisionTransformer(image_size=4, channels=1, **sizes, rngs=nnx.Rngs(0))
-    )
+    ours = randomised(lambda: tiny_vit(score="adder"))
     variables = {"params": linen.from_nnx(nnx.to_pure_dict(nnx.state(ours)))}
-    model = linen.VisionTransformer(**sizes)
+    sizes = dict(patch_size=2, num_classes=3, width=8, depth=2, num_heads=2)
+    model = linen.VisionTransformer(**sizes, score="adder")
     wanted = {
         "attention": ["query", "key", "scores", "weights"],
         "block": ["tokens", "normalized", "output"],
@@ -147,16 +137,6 @@ def test_linen_vision_transformer_as_its_nnx_twin():
             ours.arrays,
             theirs.arrays,
         )
-
-
-def test_a_single_attention_module():
-    module = randomised(
-        lambda: attention.MultiHeadAttention(2, 8, score="gaussian", rngs=nnx.Rngs(0))
-    )
-    (weights,) = attention.capture_attention(module, TOKENS)
-    query, key = (getattr(module, name)(TOKENS).reshape(3, 5, 2, 4) for name in ("query", "key"))
-    expected = reference.attention("gaussian", query, key, key, identity=False)[1]
-    np.testing.assert_allclose(weights, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.cases(1)

@@ -13,13 +13,8 @@ from adder_flax import attention, linen
 from adder_flax.attention import _additive
 from kfac.solve import _systems as systems
 
+pytestmark = pytest.mark.usefixtures("x64")
 BATCH, QUERIES, KEYS = 4, 5, 3
-
-
-@pytest.fixture(autouse=True)
-def _x64():
-    with jax.enable_x64(True):
-        yield
 
 
 def inputs(width=6):

@@ -132,12 +132,6 @@ def test_samples_may_stand_at_places_of_their_own_in_a_cache(key_block):
         attend(query, key, value, query_position=jnp.array([1]))
 
 
-def test_identity_keeps_the_value_of_a_query_that_sees_nothing():
-    query, key, value = make_inputs(4, 4)
-    out = attention.adder_attention(query, key, value, mask=jnp.zeros((2, 1, 4, 4), bool))
-    np.testing.assert_array_equal(out, value)
-
-
 @pytest.mark.parametrize("name", ["bilinear", "additive"])
 @pytest.mark.parametrize("layer_norm", [False, True])
 def test_widths_of_query_key_and_value_may_differ(name, layer_norm):

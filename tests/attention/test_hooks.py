@@ -2,14 +2,12 @@
 Linen."""
 
 import functools
-import inspect
 
 import flax.linen as nn
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from adder_flax import attention
@@ -125,59 +123,3 @@ def test_dtype_arrives_and_softmax_stays_float32(api, name, params, inputs, mask
     expected_out, expected_weights = expected(name, params, inputs, mask)
     np.testing.assert_allclose(weights, expected_weights, atol=0.03)
     np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, rtol=0.05, atol=0.05)
-
-
-def test_dot_product_equals_flax_own(params, inputs, mask):
-    mask = mask | np.eye(LENGTH, dtype=bool)  # Flax averages the values where nothing is visible
-    for api, own in ((Nnx, nnx.dot_product_attention), (Linen, nn.dot_product_attention)):
-        ours, _ = api.apply(attention.dot_product_attention, params, inputs, mask=jnp.asarray(mask))
-        flax, _ = api.apply(own, params, inputs, mask=jnp.asarray(mask))
-        np.testing.assert_allclose(ours, flax, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("function", FUNCTIONS.values())
-def test_signature_names_what_linen_looks_for(function):
-    names = set(inspect.signature(function).parameters)
-    passed = {"mask", "dropout_rng", "dropout_rate", "broadcast_dropout", "deterministic"}
-    passed |= {"dtype", "precision"}
-    assert passed | {"module", "bias", "is_causal"} <= names
-    assert "score" not in names
-
-
-@pytest.mark.parametrize("graph", [True, False])
-def test_trains_inside_flax_nnx(graph):
-    """Each sequence holds one marked token whose label is to be found: attention has to look for
-    it."""
-    rng = np.random.default_rng(0)
-    labels, where = rng.integers(0, 4, 64), rng.integers(0, LENGTH, 64)
-    tokens = 0.1 * rng.normal(size=(64, LENGTH, WIDTH)).astype(np.float32)
-    tokens[np.arange(64), where, labels] += 2.0
-
-    class Classifier(nnx.Module):
-        def __init__(self, rngs):
-            self.attention = nnx.MultiHeadAttention(
-                HEADS, WIDTH, attention_fn=attention.adder_attention, decode=False, rngs=rngs
-            )
-            self.head = nnx.Linear(WIDTH, 4, rngs=rngs)
-
-        def __call__(self, tokens):
-            return self.head(self.attention(tokens)[:, 0])
-
-    with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph):
-        graphdef, params = nnx.split(Classifier(nnx.Rngs(0)), nnx.Param)
-        params, optimizer = nnx.to_pure_dict(params), optax.adam(1e-2)
-
-        @jax.jit
-        def step(params, state):
-            def loss(params):
-                logits = nnx.merge(graphdef, params)(tokens)
-                return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-            value, gradient = jax.value_and_grad(loss)(params)
-            updates, state = optimizer.update(gradient, state)
-            return optax.apply_updates(params, updates), state, value
-
-        state = optimizer.init(params)
-        for _ in range(150):
-            params, state, value = step(params, state)
-    assert value < 0.1 < np.log(4)

@@ -155,7 +155,10 @@ def test_computation_in_half_precision_keeps_float32_parameters(dtype):
             dict(num_heads=2, temperature="learnt"),
             "expected a positive temperature or 'learned', got 'learnt'",
         ),
-        (dict(num_heads=2, score_options={"slope": 1}), "the dot score expects options from"),
+        (
+            dict(num_heads=2, score="adder", score_options={"hidden_dim": 4}),
+            r"the adder score expects options from \('gradient', 'bits'\), got 'hidden_dim'",
+        ),
     ],
 )
 def test_errors_say_what_was_expected(options, message):

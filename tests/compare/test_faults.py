@@ -11,7 +11,7 @@ import time
 import pytest
 
 from adder_flax.packed import NAME, read_packed
-from tests.processes import ROOT, simulated_devices
+from tests.processes import ROOT, run_python, simulated_devices
 
 EXPERIMENT = """
 from tests.compare.tiny import make_config
@@ -156,13 +156,7 @@ def test_the_command_beside_a_row_gives_its_number(alone, tmp_path):
     file, _, name = re.search(r"--config=(\S+)", command)[1].partition("#")
     record = read_packed(file)[1][name]
     flags = [word for word in command.split()[2:] if not word.startswith("--workdir")]
-    done = subprocess.run(
-        [sys.executable, ROOT / "main.py", *flags, f"--workdir={tmp_path}"],
-        env=simulated_devices(1),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("main.py", *flags, f"--workdir={tmp_path}")
     assert f"test accuracy {record['test']['accuracy']:.4f} after" in done.stdout, (
         done.stdout + done.stderr
     )

@@ -1,8 +1,6 @@
 """The tables of the result pages, held to the records that they are made of."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 from ml_collections import ConfigDict
@@ -11,7 +9,7 @@ from adder_flax import compare, packed
 from adder_flax.experiment import load_experiment
 from adder_flax.settings import CompareSettings, filled
 from tests.compare.tiny import page_of_records
-from tests.processes import ROOT
+from tests.processes import ROOT, run_python
 
 RESULTS = ROOT / "results"
 NAMES = sorted(path.parent.name for path in RESULTS.glob(f"*/{packed.NAME}"))
@@ -35,8 +33,8 @@ def test_a_page_is_what_its_records_give(name, monkeypatch, tmp_path):
 
 
 def test_the_command_reads_a_comparison_of_any_model_from_its_records():
-    command = [sys.executable, "main.py", "--mode=compare", f"--config=results/g2p/{packed.NAME}"]
-    done = subprocess.run([*command, "--config.seeds=0"], cwd=ROOT, capture_output=True, text=True)
+    flags = "--mode=compare", f"--config=results/g2p/{packed.NAME}", "--config.seeds=0"
+    done = run_python("main.py", *flags)
     assert done.returncode
     assert "config.seeds: expected" in done.stderr
     assert "config.base" not in done.stderr

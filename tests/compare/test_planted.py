@@ -128,17 +128,6 @@ def test_a_run_that_ends_at_the_target_has_reached_it(tmp_path):
     assert baseline.reached == [8]
 
 
-@pytest.mark.slow
-def test_of_identical_arms_every_interval_holds_zero(tmp_path):
-    """The runner gives paired seeds the same numbers, whatever they are."""
-    comparison = two_arms(tmp_path, factors={"arm": {"dot": {}, "again": {}}}, seeds=6)
-    accuracies = np.random.default_rng(0).uniform(0.6, 0.9, 6)
-    fill(comparison, lambda cell: float(accuracies[cell.seed]))
-    [_, again] = rows_of(comparison)
-    assert again.difference.pairs == 6
-    assert (again.difference.low, again.difference.high, again.difference.p_value) == (0, 0, 1)
-
-
 def test_a_planted_difference_is_found_and_its_interval_holds_it(tmp_path):
     """Of 0.02 in every one of six seeds that differ by far more among themselves: p = 2/64."""
     comparison = two_arms(tmp_path, seeds=6)

@@ -43,6 +43,14 @@ def smooth_image(height: int, width: int, seed: int = 0) -> np.ndarray:
     return np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC))
 
 
+def write_images(folder: pathlib.Path, count: int, side: int = 12, seed: int = 0) -> None:
+    """folder/<number>.png, no two of them alike."""
+    folder.mkdir(parents=True)
+    for number in range(count):
+        image = smooth_image(side, side, seed + number)
+        (folder / f"{number}.png").write_bytes(encode(image))
+
+
 def encode(image: np.ndarray, image_format: str = "png") -> bytes:
     """An image file's bytes."""
     buffer = io.BytesIO()

@@ -32,7 +32,8 @@ from adder_flax.data._images import (
 from adder_flax.settings import ClassificationSettings
 from adder_flax.tasks import Classification
 from adder_flax.training import other_records
-from tests.data.files import encode, smooth_image
+from tests.data.boxes import check_boxes
+from tests.data.files import encode, smooth_image, write_images
 from tests.processes import run_code
 
 
@@ -212,24 +213,10 @@ def test_photographs_are_cropped_with_the_ratio_that_a_run_says(load_folder, ima
 
 
 def test_random_crop_boxes_have_the_right_distribution():
-    """Area uniform in scale, log ratio uniform, and every box inside the image."""
     rng = np.random.default_rng(0)
     boxes = np.array([random_crop_box(rng, 400, 300, (0.2, 0.5)) for _ in range(4000)])
     left, top, width, height = boxes.T
-    assert (left >= 0).all()
-    assert (top >= 0).all()
-    assert (left + width <= 400).all()
-    assert (top + height <= 300).all()
-    area = width * height / (400 * 300)
-    ratio = np.log(width / height)
-    # Standard errors: (range / sqrt(12)) / sqrt(4000), about 0.0014 and 0.0026; five of them.
-    assert abs(area.mean() - 0.35) < 0.007
-    assert abs(ratio.mean()) < 0.013
-    assert np.abs(ratio).max() < np.log(4 / 3) + 0.02
-    assert abs(area.std() - 0.3 / np.sqrt(12)) < 0.004
-    # Uniformly placed: the left edge over what is free has mean one half.
-    free = width < 400
-    assert abs((left[free] / (400 - width[free])).mean() - 0.5) < 0.025
+    check_boxes(top, left, height, width)
 
 
 def test_resize_leaves_images_of_the_right_size_alone():
@@ -374,10 +361,7 @@ def prepared(tmp_path_factory):
     prepare = pytest.importorskip("adder_flax.data.prepare").prepare
     root = tmp_path_factory.mktemp("images")
     for name in ("ant", "bird"):
-        folder = root / "train" / name
-        folder.mkdir(parents=True)
-        for number in range(3):
-            (folder / f"{number}.png").write_bytes(encode(smooth_image(9, 9, seed=number)))
+        write_images(root / "train" / name, 3)
     return prepare("folder", str(tmp_path_factory.mktemp("sets")), str(root), "insects")
 
 

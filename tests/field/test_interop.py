@@ -52,7 +52,7 @@ def test_scale_and_temperature_become_part_of_the_queries(names, options, tmp_pa
     close(of_timm(tmp_path / "timm"), model(images()))
 
 
-@pytest.mark.parametrize("options", SCORES[:3], ids=str)
+@pytest.mark.parametrize("options", [{}, *SCORES[:3]], ids=str)
 def test_weights_of_timm_give_timms_logits_whatever_scale_the_model_has(options, tmp_path):
     save_file(timm_arrays(), tmp_path / "w")
     model = make(**options)

@@ -3,8 +3,6 @@
 The truth is JAX's own Hessian of the loss, or one gradient per example, in float64.
 """
 
-import subprocess
-import sys
 import textwrap
 
 import jax
@@ -14,16 +12,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import kfac
-from tests.kfac.reference import matrix_of, normal, system_of
-from tests.processes import ROOT, simulated_devices
+from tests.kfac.reference import close, matrix_of, normal, system_of
+from tests.processes import run_code
 
-
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
+pytestmark = pytest.mark.usefixtures("x64")
 PARAMS = {"l": {"kernel": normal(1, 3, 4)}}
 X = normal(7, 6, 3)
 LABELS = jnp.arange(6) % 4
@@ -155,19 +147,19 @@ def test_parts_of_a_masked_batch_are_joined_by_what_their_means_are_over(fisher)
         weights=lambda aux: aux[1],
     )
 
-    def matrix(curvature):
-        return matrix_of(system_of("l", "exact", curvature, PARAMS))
+    def matrices(curvature):
+        forms = ("exact", "factors")
+        return [matrix_of(system_of("l", form, curvature, PARAMS)) for form in forms]
 
     @jax.jit
     def whole_and_joined(weights, refresh):
         cut = [(X[part], LABELS[part], weights[part]) for part in (slice(0, 2), slice(2, 6))]
         parts = [function(PARAMS, *args, refresh=refresh) for args in cut]
-        return matrix(function(PARAMS, X, LABELS, weights)), matrix(
-            kfac.concatenate_curvature(parts)
-        )
+        whole = function(PARAMS, X, LABELS, weights)
+        return matrices(whole), matrices(kfac.concatenate_curvature(parts))
 
     whole, joined = whole_and_joined(WEIGHTS, True)
-    np.testing.assert_allclose(joined, whole, rtol=1e-10, atol=1e-14)
+    close(joined, whole, rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.cases(1)
@@ -388,12 +380,4 @@ TWO_DEVICES = textwrap.dedent(
 
 @pytest.mark.slow
 def test_two_devices_take_the_step_of_one():
-    done = subprocess.run(
-        [sys.executable, "-c", TWO_DEVICES],
-        env=simulated_devices(2),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_code(TWO_DEVICES, devices=2)

@@ -12,12 +12,10 @@ from flax import nnx
 
 import kfac
 from kfac.solve import _systems as systems
-from tests.kfac.conftest import x64  # noqa: F401
-from tests.kfac.reference import check_exact_blocks, cross_entropy, flatten, normal
+from tests.kfac.reference import F64, check_exact_blocks, cross_entropy, flatten, normal
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-F64 = dict(param_dtype=jnp.float64)
 X, LABELS = normal(0, 4, 3), jnp.arange(4) % 3
 KERNEL, BIAS = normal(1, 3, 3), normal(2, 3)
 PARAMS = {"Dense_0": {"kernel": KERNEL, "bias": BIAS}}

@@ -87,6 +87,19 @@ def told(found):
     return CurvatureOptimizer(init, update, layers, "mc", 1, stride)
 
 
+def parts_with(optimizer):
+    """``hyper → Parts`` of that loss."""
+    parts = Parts(
+        seed=0,
+        examples=lambda key, batch: batch,
+        loss=masked_loss,
+        optimizer=optimizer,
+        learning_rate=lambda step: 0.0,
+        likelihood="gaussian",
+    )
+    return lambda hyper: parts
+
+
 @pytest.mark.cases(5)
 @pytest.mark.parametrize("count", [1, 2, 8])
 @pytest.mark.parametrize("stride", [None, 1, 2])
@@ -101,15 +114,7 @@ def test_parts_with_unequal_numbers_of_positions_are_the_whole_batch(sequences, 
         loss = lambda *args: (masked_loss(*args).loss, masked_loss(*args).outputs)
         found = kfac.find_layers(loss, params, examples, jax.random.key(0)), stride
     optimizer = told(found)
-    parts = Parts(
-        seed=0,
-        examples=lambda key, batch: batch,
-        loss=masked_loss,
-        optimizer=optimizer,
-        learning_rate=lambda step: 0.0,
-        likelihood="gaussian",
-    )
-    step = jax.jit(make_train_step(lambda hyper: parts, accumulation_steps=count))
+    step = jax.jit(make_train_step(parts_with(optimizer), accumulation_steps=count))
     new, metrics = step(init_state(params, optimizer=optimizer, ema=False), sequences, {})
     loss, large, gradient = expected(np.asarray(params["kernel"]), sequences)
     close = dict(rtol=1e-5, atol=1e-6)
@@ -141,15 +146,7 @@ def test_curvature_is_that_of_the_real_positions(sequences, stride):
         return jax.tree.map(jnp.zeros_like, grads), state
 
     optimizer = CurvatureOptimizer(lambda params: (), update, layers, "ggn", 1, stride)
-    parts = Parts(
-        seed=0,
-        examples=lambda key, batch: batch,
-        loss=masked_loss,
-        optimizer=optimizer,
-        learning_rate=lambda step: 0.0,
-        likelihood="gaussian",
-    )
-    step = make_train_step(lambda hyper: parts)
+    step = make_train_step(parts_with(optimizer))
     step(init_state(params, optimizer=optimizer, ema=False), sequences, {})
     x, cotangents = (np.asarray(a, np.float64) for a in found["captured"])
     # Signs are drawn: squares of cotangents are not random.

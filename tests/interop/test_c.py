@@ -7,18 +7,15 @@ import subprocess
 import numpy as np
 import pytest
 import scipy.special
-from flax import nnx
 
 from adder_flax import interop, ops, quantized
-from adder_flax.models import VisionTransformer
+from tests.quantized.test_model import transformer
 
 COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
 STRICT = ["-std=c99", "-pedantic", "-O2", "-Wall", "-Wextra", "-Werror"]
 STRICT += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
-ADDER = dict(score="adder", qkv_linear="adder", proj_linear="adder", mlp_linear="adder")
-SIZES = dict(image_size=8, patch_size=4, channels=1, width=16, depth=2, num_heads=2, num_classes=5)
 MEAN, STD = (0.4,), (0.3,)
 IMAGES = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 1), np.uint8)
 
@@ -28,7 +25,7 @@ def normalised(images, dtype=np.float32):
 
 
 def write(folder, bits=8, **options):
-    model = VisionTransformer(**SIZES | ADDER | options, rngs=nnx.Rngs(0))
+    model = transformer(**options)
     images = normalised(IMAGES if model.image_shape[-1] == 1 else np.repeat(IMAGES, 3, -1))
     few = quantized.quantize_model(model, images, bits=bits)
     interop.save_c(few, folder, mean=MEAN, std=STD)

@@ -1,11 +1,8 @@
 """The five commands of docs/fine_tune.md, from a folder that timm wrote to programs of others."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,7 +11,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from adder_flax.data import load_source
-from tests.processes import ROOT
+from tests.processes import run_python
 
 CROPS = {"train": 40, "val": 16}
 SIDE = 96
@@ -62,8 +59,7 @@ def test_five_commands_give_one_accuracy(places, tmp_path):
     ]
 
     def main(*arguments):
-        command = [sys.executable, "main.py", *run, *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
+        done = run_python("main.py", *run, *arguments)
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 

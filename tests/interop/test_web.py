@@ -14,13 +14,12 @@ from flax import nnx
 from adder_flax import attention, data, interop, quantized
 from tests.interop import test_c as c
 from tests.interop.browsers import Chromium, Firefox, started
-from tests.interop.test_weights import make
+from tests.interop.test_weights import ADDER, make
 from tests.processes import ROOT
 
 NODE = shutil.which("node")
 MEAN, STD, SIDE = (0.3053,), (0.3757,), 8
 SIZES = dict(image_size=SIDE, patch_size=2, channels=1, num_classes=10)
-ADDER = c.ADDER
 FLOAT = {
     "dot": dict(score="dot", registers=2, layer_scale=0.5, temperature="learned"),
     "additive": dict(score="additive", qkv_linear="normed_dense", pooling="mean"),

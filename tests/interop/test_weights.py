@@ -13,6 +13,7 @@ from adder_flax import interop, models, quantized, training
 from adder_flax.experiments import common
 from adder_flax.interop import _network
 from tests.interop.reference import timm_forward
+from tests.modules import moved
 from tests.training.tiny import TINY, TINY_FLAGS
 
 SIZES = dict(image_size=12, patch_size=3, channels=3, num_classes=5, width=16, depth=2, num_heads=4)
@@ -21,11 +22,7 @@ ADDER = dict(score="adder", qkv_linear="adder", proj_linear="adder", mlp_linear=
 
 def make(seed=0, **options):
     """A transformer all of whose parameters are random, norms and biases too."""
-    model = models.VisionTransformer(**SIZES | options, rngs=nnx.Rngs(seed))
-    graphdef, params = nnx.split(model, nnx.Param)
-    rng = np.random.default_rng(seed)
-    params = jax.tree.map(lambda x: x + 0.2 * rng.normal(size=x.shape).astype(x.dtype), params)
-    return nnx.merge(graphdef, params)
+    return moved(models.VisionTransformer(**SIZES | options, rngs=nnx.Rngs(seed)), seed)
 
 
 def images(side=12, channels=3):
@@ -58,14 +55,6 @@ def load(model, path, grid=(4, 4)):
 
 def close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_weights_of_timm_give_timms_logits(tmp_path):
-    arrays = timm_arrays()
-    save_file(arrays, tmp_path / "timm.safetensors")
-    model = make()
-    assert load(model, tmp_path / "timm.safetensors") == ()
-    close(model(images()), timm_forward(arrays, images(), patch_size=3, depth=2, num_heads=4))
 
 
 def test_what_is_written_for_timm_gives_the_models_logits(tmp_path):

@@ -14,9 +14,8 @@ from flax.training.train_state import TrainState
 from sklearn.datasets import load_digits
 
 import kfac
-from tests.kfac.reference import flatten, matrices, normal
+from tests.kfac.reference import F64, flatten, matrices, normal
 
-F64 = dict(param_dtype=jnp.float64)
 LABELS = jnp.arange(6) % 3
 
 
@@ -298,28 +297,3 @@ def test_the_state_is_stored_by_flax_serialization():
     restored = flax.serialization.from_bytes(first, flax.serialization.to_bytes(state))
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
-
-
-@pytest.mark.slow
-def test_multi_steps_takes_the_mean_gradient_of_its_parts():
-    model = nn.Dense(3)
-    params = model.init(jax.random.key(0), X)["params"]
-
-    def loss_fn(params, x, labels):
-        return losses_of(model.apply({"params": params}, x), labels).mean()
-
-    layers = kfac.find_layers(loss_fn, params, X[:3], LABELS[:3])
-    # Damped so much that the step is the gradient over the damping.
-    damped = kfac.algorithm_1(1.0, layers, damping=1e6, max_iterations=2)
-    optimizer = optax.MultiSteps(damped, 2)
-    function = kfac.value_grad_and_curvature(loss_fn, fisher="empirical")
-    state = optimizer.init(params)
-    for part in (slice(3), slice(3, 6)):
-        _, grads, curvature = function(params, X[part], LABELS[part])
-        updates, state = optimizer.update(grads, state, params, curvature=curvature)
-    expected = jax.grad(loss_fn)(params, X, LABELS)
-    jax.tree.map(
-        lambda u, g: np.testing.assert_allclose(-1e6 * u, g, rtol=1e-4, atol=1e-6),
-        updates,
-        expected,
-    )

@@ -175,30 +175,6 @@ def test_linear_regression_is_solved_in_one_step(make, options):
     np.testing.assert_allclose(updates["bias"], optimum[3], rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("scale", ["relative", "absolute"])
-def test_damping_is_relative_to_what_it_says(scale):
-    # Per-example gradients by hand, their second moments dense.
-    rows = [np.einsum("ni,no->nio", a, g).reshape(len(a), -1) for a, g in pairs_of()]
-    fishers = [of.T @ of / len(of) for of in rows]
-    means = [np.trace(fisher) / len(fisher) for fisher in fishers]
-    assert max(means) > 1.5 * min(means)
-    gammas = {"relative": means, "absolute": [1.0, 1.0]}[scale]
-    expected = [
-        np.linalg.solve(fisher + 0.3 * gamma * np.eye(len(fisher)), of.mean(0))
-        for fisher, gamma, of in zip(fishers, gammas, rows, strict=True)
-    ]
-    layers = found()
-    optimizer = (
-        fixed(layers, kfac.cg_fac, solver="dual", damping=0.3)
-        if scale == "relative"
-        else absolute(1.0, layers, damping=0.3, **WHOLE)
-    )
-    updates, _ = first(optimizer)
-    for update, solution in zip(joined(updates), expected, strict=True):
-        np.testing.assert_allclose(np.ravel(update), -solution, rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("make", "options"),
     [

@@ -1,12 +1,10 @@
 """Eight devices compute what one does, with the all-reduces one expects."""
 
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
-from tests.processes import ROOT, simulated_devices
+from tests.processes import run_code
 
 pytestmark = pytest.mark.slow
 
@@ -98,50 +96,23 @@ SHARED = textwrap.dedent(
 )
 
 
-def run(program):
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=simulated_devices(8),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
-
-
 def test_each_device_solves_for_its_own_layers():
-    ((flops, turns, flops_of_eight, turns_of_eight),) = (
-        map(float, line.split()) for line in run(SHARED)
-    )
+    printed = run_code(SHARED, devices=8)
+    flops, turns, flops_of_eight, turns_of_eight = map(float, printed.split())
     assert flops_of_eight < 0.3 * flops  # 2 lanes of 10, and the one of the other shape on each
     # Inversions go lane by lane: both factors of ten layers, which have one size.
     assert (turns, turns_of_eight) == (20, 3)
 
 
-@pytest.fixture(scope="module")
-def report():
+def test_eight_devices_agree_with_one_and_reduce_each_sum_once():
+    """Loss, gradients, factors and the quadratic model; each exact product. Nothing of the loop of
+    CG on factors depends on the batch, or a reduction would stand there once."""
     counts = {}
-    for line in run(PROGRAM):
+    for line in run_code(PROGRAM, devices=8).splitlines():
         name, _, reduces, _, gathers = line.split()
         counts[name] = int(reduces), int(gathers)
-    return counts
-
-
-def test_eight_devices_agree_with_one(report):
-    assert set(report) == {"kron", "exact"}
-
-
-def test_factors_are_reduced_once_and_iterations_stay_on_the_device(report):
-    # Loss, gradients, factors and the quadratic model; no reduction per CG iteration (they would
-    # stand in its loop once, but nothing of the loop depends on the batch).
-    reduces, gathers = report["kron"]
-    assert 1 <= reduces <= 12
-    assert gathers == 0
-
-
-def test_exact_products_are_reduced_once_per_product(report):
-    reduces, gathers = report["exact"]
-    assert 1 <= reduces <= 16
-    assert gathers == 0
+    assert counts.keys() == {"kron", "exact"}
+    for name, most in (("kron", 12), ("exact", 16)):
+        reduces, gathers = counts[name]
+        assert 1 <= reduces <= most
+        assert gathers == 0

@@ -40,27 +40,26 @@ def made():
 @pytest.mark.slow
 def test_moments_and_eigenvalues_are_those_of_the_dense_matrix():
     """A Gauss rule of m nodes is exact for polynomials up to degree 2m - 1: vᵀFᵏv of the probe."""
-    with jax.enable_x64(True):
-        params, x, labels = made()
-        curvature = kfac.curvature(network, fisher="empirical", has_aux=True)(params, x, labels)
-        short = kfac.spectrum(curvature, params, iterations=3)
-        whole = kfac.spectrum(curvature, params, iterations=20, probes=2)
-        gradients = per_example_gradients(network, params, x, labels)
-        assert sorted(short) == sorted(whole) == ["adder", "head", "scale"]
-        for i, (name, block) in enumerate(curvature.layers.blocks.items()):
-            matrix = np.asarray(dense_fisher(block, gradients))[0]
-            expected = np.linalg.eigvalsh(matrix)
-            np.testing.assert_allclose(whole[name].largest, [expected[-1]], rtol=1e-10)
-            np.testing.assert_allclose(whole[name].weights.sum(-1), 1, rtol=1e-10)
-            # All of the spectrum: every eigenvalue with weight is one of the matrix.
-            kept = np.asarray(whole[name].eigenvalues)[np.asarray(whole[name].weights) > 1e-9]
-            assert np.abs(kept[:, None] - expected).min(1).max() < 1e-9 * expected[-1]
-            # Moments of the start, from dense powers.
-            for degree in range(6):
-                got = (short[name].weights * short[name].eigenvalues ** degree).sum(-1)
-                probe = probe_of(i, name, curvature, params)
-                moment = probe @ np.linalg.matrix_power(matrix, degree) @ probe
-                np.testing.assert_allclose(got, [[moment]], rtol=1e-9)
+    params, x, labels = made()
+    curvature = kfac.curvature(network, fisher="empirical", has_aux=True)(params, x, labels)
+    short = kfac.spectrum(curvature, params, iterations=3)
+    whole = kfac.spectrum(curvature, params, iterations=20, probes=2)
+    gradients = per_example_gradients(network, params, x, labels)
+    assert sorted(short) == sorted(whole) == ["adder", "head", "scale"]
+    for i, (name, block) in enumerate(curvature.layers.blocks.items()):
+        matrix = np.asarray(dense_fisher(block, gradients))[0]
+        expected = np.linalg.eigvalsh(matrix)
+        np.testing.assert_allclose(whole[name].largest, [expected[-1]], rtol=1e-10)
+        np.testing.assert_allclose(whole[name].weights.sum(-1), 1, rtol=1e-10)
+        # All of the spectrum: every eigenvalue with weight is one of the matrix.
+        kept = np.asarray(whole[name].eigenvalues)[np.asarray(whole[name].weights) > 1e-9]
+        assert np.abs(kept[:, None] - expected).min(1).max() < 1e-9 * expected[-1]
+        # Moments of the start, from dense powers.
+        for degree in range(6):
+            got = (short[name].weights * short[name].eigenvalues ** degree).sum(-1)
+            probe = probe_of(i, name, curvature, params)
+            moment = probe @ np.linalg.matrix_power(matrix, degree) @ probe
+            np.testing.assert_allclose(got, [[moment]], rtol=1e-9)
 
 
 def probe_of(i, name, curvature, params):
@@ -74,35 +73,32 @@ def probe_of(i, name, curvature, params):
 
 @pytest.mark.slow
 def test_traces_of_many_probes_are_near_and_damping_counts_directions():
-    with jax.enable_x64(True):
-        params, x, labels = made()
-        curvature = kfac.curvature(network, fisher="empirical", has_aux=True)(params, x, labels)
-        found = kfac.spectrum(curvature, params, iterations=20, probes=400)
-        gradients = per_example_gradients(network, params, x, labels)
-        for name, block in curvature.layers.blocks.items():
-            eigenvalues = np.linalg.eigvalsh(np.asarray(dense_fisher(block, gradients))[0])
-            np.testing.assert_allclose(found[name].trace, [eigenvalues.sum()], rtol=0.2)
-            middle = eigenvalues[-1] / 30
-            share = np.mean(eigenvalues > middle)
-            got = found[name].mean(lambda e, middle=middle: e > middle)
-            np.testing.assert_allclose(got, [share], atol=0.05)
-            assert found[name].size == len(eigenvalues)
+    params, x, labels = made()
+    curvature = kfac.curvature(network, fisher="empirical", has_aux=True)(params, x, labels)
+    found = kfac.spectrum(curvature, params, iterations=20, probes=400)
+    gradients = per_example_gradients(network, params, x, labels)
+    for name, block in curvature.layers.blocks.items():
+        eigenvalues = np.linalg.eigvalsh(np.asarray(dense_fisher(block, gradients))[0])
+        np.testing.assert_allclose(found[name].trace, [eigenvalues.sum()], rtol=0.2)
+        middle = eigenvalues[-1] / 30
+        share = np.mean(eigenvalues > middle)
+        got = found[name].mean(lambda e, middle=middle: e > middle)
+        np.testing.assert_allclose(got, [share], atol=0.05)
+        assert found[name].size == len(eigenvalues)
 
 
 def test_rows_that_fill_a_matrix_are_no_directions():
     """31 rows are filled to 32. Of a diagonal matrix any probe of signs tells the trace."""
-    with jax.enable_x64(True):
-        x = jnp.concatenate([jnp.eye(30), -jnp.eye(30)])
-        params = {"kernel": jnp.ones((30, 1)), "bias": jnp.ones(1)}
-        loss_fn = lambda p, x: kfac.tap(kfac.Dense(), p, x, path="").mean()
-        curvature = kfac.curvature(loss_fn, fisher="empirical")(params, x)
-        (found,) = kfac.spectrum(curvature, params, iterations=2).values()
-        np.testing.assert_allclose(found.trace, [30 / 30 + 1], rtol=1e-12)
+    x = jnp.concatenate([jnp.eye(30), -jnp.eye(30)])
+    params = {"kernel": jnp.ones((30, 1)), "bias": jnp.ones(1)}
+    loss_fn = lambda p, x: kfac.tap(kfac.Dense(), p, x, path="").mean()
+    curvature = kfac.curvature(loss_fn, fisher="empirical")(params, x)
+    (found,) = kfac.spectrum(curvature, params, iterations=2).values()
+    np.testing.assert_allclose(found.trace, [30 / 30 + 1], rtol=1e-12)
 
 
 def test_bad_counts_are_refused():
-    with jax.enable_x64(True):
-        params, x, labels = made()
-        curvature = kfac.curvature(network, fisher="empirical", has_aux=True)(params, x, labels)
+    params, x, labels = made()
+    curvature = kfac.curvature(network, fisher="empirical", has_aux=True)(params, x, labels)
     with pytest.raises(ValueError, match="expected iterations and probes from 1 on, got 0 and 1"):
         kfac.spectrum(curvature, params, iterations=0)

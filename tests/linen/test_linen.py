@@ -133,19 +133,6 @@ def test_cross_attention_with_all_options_agrees(score):
     assert_close(found, run_with_map(ours, *inputs, **options))
 
 
-@pytest.mark.slow
-def test_gradients_agree():
-    options = dict(score="adder", mlp_linear="adder")
-    graphdef, state = nnx.split(randomised(lambda: layers.Block(8, 2, **options, rngs=nnx.Rngs(0))))
-    module, params = linen.Block(2, **options), nnx.to_pure_dict(state)
-    ours = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(nnx.merge(graphdef, p)(tokens())))))(params)
-    theirs = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(module.apply({"params": p}, tokens())))))(
-        params
-    )
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
-    jax.tree.map(close, theirs, ours)
-
-
 def _distance(tree, truth):
     """Norm of the difference over the norm of the truth, of all leaves together."""
     leaves = [
@@ -359,16 +346,6 @@ def test_images_of_another_size_have_resized_positions():
     module, larger = linen.VisionTransformer(**TINY, image_size=4), rows(3, 4, 8, 1)
     found = module.apply({"params": params}, larger)
     np.testing.assert_allclose(found, ours(larger), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_linen_transform():
-    model = linen.VisionTransformer(**TINY, score="adder")
-    images = rows(3, 4, 4, 1)
-    variables = model.init(jax.random.key(0), images)
-    logits = model.apply(variables, images)
-    recomputed = nn.remat(linen.VisionTransformer)(**TINY, score="adder").apply(variables, images)
-    np.testing.assert_allclose(recomputed, logits, rtol=1e-6)
 
 
 def test_errors_say_what_was_expected():

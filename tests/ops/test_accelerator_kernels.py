@@ -220,29 +220,6 @@ def test_hidden_units_in_pairs(backend, hidden_units):
 
 
 @pytest.mark.cases(1)
-def test_one_graph_under_jit_grad_and_vmap(backend):
-    x, w, g = (operands((3, 5, 9, 8))[name] for name in ("x", "w", "g"))
-    rule = GradientRule("hardtanh")
-
-    def gradients(x, w, g):
-        y, vjp = jax.vjp(
-            lambda x, w: call(backend, "l1", x[None], w[None], axes="kn", x_rule=rule, w_rule=rule)[
-                0
-            ],
-            x,
-            w,
-        )
-        return y, *vjp(g)
-
-    got = jax.jit(jax.vmap(gradients))(x, w, g)
-    arrays = {"x": x, "w": w, "g": g, "dx": x, "v": x[:, 0]}
-    for value, function in zip(got, ("l1", "l1_pullback_x", "l1_pullback_w"), strict=True):
-        np.testing.assert_allclose(
-            value, expected(function, arrays, rule, "kn"), rtol=1e-5, atol=1e-4
-        )
-
-
-@pytest.mark.cases(1)
 def test_operands_that_are_shared_along_mapped_axes(backend):
     """Queries mapped over one axis, keys over another, pairs of both over a third."""
     rng = np.random.default_rng(0)

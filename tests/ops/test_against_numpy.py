@@ -7,14 +7,9 @@ import numpy as np
 import pytest
 
 from adder_flax import ops
-from tests.ops.programs import BACKENDS, value_and_gradients
+from tests.ops.programs import BACKENDS, normal, value_and_gradients
 
 SHAPES = [(1, 1, 1), (2, 17, 3), (17, 65, 19), (65, 33, 130), (0, 4, 3), (3, 0, 4), (5, 64, 1)]
-
-
-def _arrays(*shapes, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
 def _rule(difference, rule, slope):
@@ -28,7 +23,7 @@ def _rule(difference, rule, slope):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_adder_matmul_values(backend, shape):
     m, k, n = shape
-    x, w = _arrays((m, k), (k, n))
+    x, w = normal((m, k), (k, n))
     with ops.use_backend(backend):
         got = jax.jit(ops.adder_matmul)(x, w)
     expected = -np.abs(x[:, :, None].astype(np.float64) - w[None].astype(np.float64)).sum(1)
@@ -41,7 +36,7 @@ def test_adder_matmul_values(backend, shape):
 @pytest.mark.parametrize("x_rule", ["sign", "full", "hardtanh"])
 @pytest.mark.parametrize("w_rule", ["sign", "full", "hardtanh"])
 def test_adder_matmul_gradients_under_every_pair_of_rules(backend, x_rule, w_rule):
-    x, w, g = _arrays((17, 33), (33, 19), (17, 19))
+    x, w, g = normal((17, 33), (33, 19), (17, 19))
     x[2, 5] = w[5, 3]  # a tie: the sign of zero is zero
     slope = 4.0
     with ops.use_backend(backend):
@@ -59,7 +54,7 @@ def test_adder_matmul_gradients_under_every_pair_of_rules(backend, x_rule, w_rul
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("queries", "keys", "dim"), [(1, 1, 1), (17, 65, 64), (5, 3, 7)])
 def test_l1_scores_and_their_exact_gradient(backend, queries, keys, dim):
-    q, k, g = _arrays((2, 3, queries, dim), (2, 3, keys, dim), (2, 3, queries, keys))
+    q, k, g = normal((2, 3, queries, dim), (2, 3, keys, dim), (2, 3, queries, keys))
     with ops.use_backend(backend):
         scores, dq, dk = value_and_gradients(ops.l1_scores, g, q, k)
     difference = q[..., :, None, :].astype(np.float64) - k[..., None, :, :]
@@ -74,7 +69,7 @@ def test_l1_scores_and_their_exact_gradient(backend, queries, keys, dim):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_additive_scores_and_gradients_with_weights_for_each_head(backend):
-    q, k, v, g = _arrays((2, 3, 17, 9), (2, 3, 5, 9), (3, 9), (2, 3, 17, 5))
+    q, k, v, g = normal((2, 3, 17, 9), (2, 3, 5, 9), (3, 9), (2, 3, 17, 5))
     with ops.use_backend(backend):
         scores, dq, dk, dv = value_and_gradients(ops.additive_scores, g, q, k, v)
     hidden = np.tanh(q[..., :, None, :].astype(np.float64) + k[..., None, :, :])
@@ -90,7 +85,7 @@ def test_additive_scores_and_gradients_with_weights_for_each_head(backend):
 def test_sums_longer_than_what_is_packed_at_once(backend):
     """Three pieces of the native kernels, of which each adds to those before it."""
     width = 3_100
-    q, k, g = _arrays((1, 5, width), (1, 3, width), (1, 5, 3))
+    q, k, g = normal((1, 5, width), (1, 3, width), (1, 5, 3))
     v = np.random.default_rng(1).uniform(0.5, 1.0, width).astype(np.float32)
     with ops.use_backend(backend):
         scores, dq, dk, dv = value_and_gradients(ops.additive_scores, g, q, k, v)
@@ -110,7 +105,7 @@ def test_sums_longer_than_what_is_packed_at_once(backend):
 @pytest.mark.parametrize("rule", ["full", "hardtanh"])
 def test_scores_under_a_rule_with_a_slope(backend, batch, rule):
     """With a batch, both gradients come from one pass over the pairs."""
-    q, k, g = _arrays((batch, 7, 9), (batch, 5, 9), (batch, 7, 5))
+    q, k, g = normal((batch, 13, 20), (batch, 40, 20), (batch, 13, 40))
     scores = lambda q, k: ops.l1_scores(q, k, gradient=rule, hardtanh_slope=4.0)
     with ops.use_backend(backend):
         _, dq, dk = value_and_gradients(scores, g, q, k)
@@ -122,7 +117,7 @@ def test_scores_under_a_rule_with_a_slope(backend, batch, rule):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("offset", [0.0, 1e3])
 def test_small_distances_beside_large_values_do_not_cancel(backend, offset):
-    x, noise = _arrays((6, 64), (64, 8))
+    x, noise = normal((6, 64), (64, 8))
     x = x + np.float32(offset)
     w = (x[:1].T + 1e-2 * noise).astype(np.float32)
     with ops.use_backend(backend):
@@ -133,7 +128,7 @@ def test_small_distances_beside_large_values_do_not_cancel(backend, offset):
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_long_sums_are_not_lost_in_their_rounding(backend):
-    x, w = _arrays((1, 2_000_000), (2_000_000, 1))
+    x, w = normal((1, 2_000_000), (2_000_000, 1))
     with ops.use_backend(backend):
         got = jax.jit(ops.adder_matmul)(x, w)
     np.testing.assert_allclose(
@@ -144,7 +139,7 @@ def test_long_sums_are_not_lost_in_their_rounding(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_nan_and_infinity_propagate(backend, bad):
-    x, w = _arrays((7, 20), (20, 70))
+    x, w = normal((7, 20), (20, 70))
     x[3, 4] = bad
     with ops.use_backend(backend):
         got = np.asarray(jax.jit(ops.adder_matmul)(x, w))
@@ -155,7 +150,7 @@ def test_nan_and_infinity_propagate(backend, bad):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_accumulates_in_float32(backend, dtype):
-    x, w = (jnp.asarray(a, dtype) for a in _arrays((5, 768), (768, 11)))
+    x, w = (jnp.asarray(a, dtype) for a in normal((5, 768), (768, 11)))
     with ops.use_backend(backend):
         got = jax.jit(ops.adder_matmul)(x, w)
     exact = -np.abs(np.asarray(x, np.float64)[:, :, None] - np.asarray(w, np.float64)[None]).sum(1)
@@ -165,7 +160,7 @@ def test_half_precision_accumulates_in_float32(backend, dtype):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_under_vmap_scan_and_leading_axes(backend):
-    x, w = _arrays((4, 3, 17, 33), (33, 19))
+    x, w = normal((4, 3, 17, 33), (33, 19))
     flat = (
         -np.abs(x.reshape(-1, 33)[:, :, None].astype(np.float64) - w[None])
         .sum(1)
@@ -183,7 +178,7 @@ def test_under_vmap_scan_and_leading_axes(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_same_bits_again(backend):
-    x, w, g = _arrays((197, 192), (192, 65), (197, 65))
+    x, w, g = normal((197, 192), (192, 65), (197, 65))
     with ops.use_backend(backend):
         run = jax.jit(
             lambda x, w, g: (ops.adder_matmul(x, w), jax.vjp(ops.adder_matmul, x, w)[1](g))

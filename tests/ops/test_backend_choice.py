@@ -1,7 +1,5 @@
 """Which backend runs: the choice, its place in the caches of jit, and what it tells."""
 
-import subprocess
-import sys
 import threading
 import time
 
@@ -12,7 +10,7 @@ import pytest
 
 from adder_flax import ops
 from adder_flax.ops import _backend
-from tests.processes import ROOT, simulated_devices
+from tests.processes import run_code, run_python
 
 
 def test_a_jitted_function_is_traced_again_under_another_backend():
@@ -58,25 +56,13 @@ def test_set_backend_holds_for_the_process_and_use_backend_goes_before_it():
 
 def test_the_environment_sets_the_backend():
     code = "from adder_flax import ops; print(ops.backend_report())"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=simulated_devices(1) | {"ADDER_FLAX_BACKEND": "xla"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.startswith("ops backend: xla (asked for by name)")
+    printed = run_code(code, ADDER_FLAX_BACKEND="xla")
+    assert printed.startswith("ops backend: xla (asked for by name)")
 
 
 def test_an_unknown_name_in_the_environment_is_reported_on_first_use():
-    done = subprocess.run(
-        [sys.executable, "-c", "from adder_flax import ops; ops.adder_matmul([[1.0]], [[1.0]])"],
-        env=simulated_devices(1) | {"ADDER_FLAX_BACKEND": "fastest"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    code = "from adder_flax import ops; ops.adder_matmul([[1.0]], [[1.0]])"
+    done = run_python("-c", code, ADDER_FLAX_BACKEND="fastest")
     assert "ADDER_FLAX_BACKEND" in done.stderr
     assert "'fastest'" in done.stderr
 

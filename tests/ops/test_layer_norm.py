@@ -9,15 +9,10 @@ import pytest
 
 import kfac
 from adder_flax import layers, linen, ops
-from tests.ops.programs import BACKENDS, value_and_gradients
+from tests.ops.programs import BACKENDS, normal, value_and_gradients
 
 # Rows that are no multiple of any vector, one feature, one row, no row, several chunks of rows.
 SHAPES = [(3, 5, 192), (5, 10), (2, 3, 4, 33), (1, 700, 48), (7,), (0, 4), (2, 0, 4), (1, 1)]
-
-
-def _normal(*shapes, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
 def _expected(x, scale, bias, g, epsilon):
@@ -37,7 +32,7 @@ def _expected(x, scale, bias, g, epsilon):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_value_and_gradients_are_those_of_the_formula(backend, shape):
-    x, scale, bias, g = _normal(shape, shape[-1:], shape[-1:], shape)
+    x, scale, bias, g = normal(shape, shape[-1:], shape[-1:], shape)
     function = lambda *a: ops.layer_norm(*a, epsilon=0.1)
     with ops.use_backend(backend):
         results = value_and_gradients(function, g, 3 * x + 2, scale, bias)
@@ -47,7 +42,7 @@ def test_value_and_gradients_are_those_of_the_formula(backend, shape):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_mean_far_larger_than_the_spread_does_not_cancel(backend):
-    (x,) = _normal((6, 64))
+    (x,) = normal((6, 64))
     ones, zeros = np.ones(64, np.float32), np.zeros(64, np.float32)
     far = (1e3 + 1e-1 * x).astype(np.float32)
     with ops.use_backend(backend):
@@ -58,7 +53,7 @@ def test_a_mean_far_larger_than_the_spread_does_not_cancel(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_not_finite_stays_in_its_row(backend):
-    x, scale, bias = _normal((3, 20), (20,), (20,))
+    x, scale, bias = normal((3, 20), (20,), (20,))
     x[1, 4] = np.nan
     with ops.use_backend(backend):
         got = np.asarray(ops.layer_norm(x, scale, bias))
@@ -69,7 +64,7 @@ def test_what_is_not_finite_stays_in_its_row(backend):
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_vmap_over_any_operand_is_a_loop(backend):
-    x, scale, bias = _normal((4, 5, 12), (4, 12), (4, 12))
+    x, scale, bias = normal((4, 5, 12), (4, 12), (4, 12))
     both = lambda *a: value_and_gradients(lambda *a: ops.layer_norm(*a).sum(0), 1.0 + bias[0], *a)
     with ops.use_backend(backend):
         for axes in [(0, 0, 0), (0, None, None), (None, 0, None), (0, None, 0)]:
@@ -86,8 +81,8 @@ def test_vmap_over_any_operand_is_a_loop(backend):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_forward_mode_and_second_derivatives_are_those_of_flax(backend):
-    x, scale, bias, g = _normal((3, 6), (6,), (6,), (3, 6))
-    tangents = _normal((3, 6), (6,), (6,), seed=1)
+    x, scale, bias, g = normal((3, 6), (6,), (6,), (3, 6))
+    tangents = normal((3, 6), (6,), (6,), seed=1)
 
     def flax(x, scale, bias):
         layer = nn.LayerNorm(epsilon=0.1)
@@ -110,23 +105,23 @@ def test_forward_mode_and_second_derivatives_are_those_of_flax(backend):
 
 @pytest.mark.unchecked  # a symbol is no integer
 def test_an_exported_program_takes_any_number_of_rows():
-    scale, bias = _normal((4,), (4,))
+    scale, bias = normal((4,), (4,))
     rows = jax.export.symbolic_shape("rows, 4")
     stored = jax.export.export(jax.jit(lambda x: ops.layer_norm(x, scale, bias)))(
         jax.ShapeDtypeStruct(rows, jnp.float32)
     )
-    (x,) = _normal((6, 4))
+    (x,) = normal((6, 4))
     np.testing.assert_allclose(stored.call(x), ops.layer_norm(x, scale, bias), atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"use_bias": False}, {"use_scale": False}], ids=str)
 def test_modules_are_those_of_flax(dtype, options):
-    (x,) = _normal((2, 5, 24))
+    (x,) = normal((2, 5, 24))
     own = layers.LayerNorm(24, dtype=dtype, **options, rngs=nnx.Rngs(0))
     theirs = nnx.LayerNorm(24, dtype=dtype, **options, rngs=nnx.Rngs(0))
     for layer in (own, theirs):
-        for name, value in zip(("scale", "bias"), _normal((24,), (24,), seed=1), strict=True):
+        for name, value in zip(("scale", "bias"), normal((24,), (24,), seed=1), strict=True):
             if getattr(layer, name) is not None:
                 getattr(layer, name)[...] = value
     assert jax.tree.structure(nnx.state(own)) == jax.tree.structure(nnx.state(theirs))
@@ -146,7 +141,7 @@ def test_modules_are_those_of_flax(dtype, options):
 
 
 def test_other_axes_and_masks_are_left_to_flax():
-    (x,) = _normal((2, 5, 24))
+    (x,) = normal((2, 5, 24))
     mask = jnp.arange(24) < 20
     for options, call in [({"reduction_axes": (1, 2)}, {}), ({}, {"mask": mask})]:
         own = layers.LayerNorm(24, **options, rngs=nnx.Rngs(0))
@@ -159,7 +154,7 @@ def test_other_axes_and_masks_are_left_to_flax():
 
 def test_its_parameters_have_kronecker_factors():
     layer = layers.LayerNorm(8, rngs=nnx.Rngs(0))
-    (x,) = _normal((4, 8))
+    (x,) = normal((4, 8))
     found = kfac.find_layers(lambda layer, x: (layer(x) ** 2).mean(), layer, x)
     (block,) = found.blocks.values()
     assert [use.layer.kind for use in block.uses] == ["norm"]

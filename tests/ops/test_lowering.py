@@ -3,7 +3,6 @@
 import functools
 import importlib.util
 import os
-import subprocess
 import sys
 
 import jax
@@ -14,7 +13,7 @@ from adder_flax.ops._arrays import GradientRule
 from adder_flax.ops._cuda import CudaBackend
 from adder_flax.ops._pallas_tpu import PallasTpuBackend
 from adder_flax.training.topology import compiler_folder
-from tests.processes import ROOT, simulated_devices
+from tests.processes import run_python
 
 BATCH, ROWS, COLUMNS, WIDTH = 2, 17, 37, 9
 X, W = (BATCH, ROWS, WIDTH), (BATCH, WIDTH, COLUMNS)
@@ -104,18 +103,11 @@ print(compiled.memory_analysis())
 
 def _compile_ahead_of_time(*arguments):
     # The backend that was asked for by name cannot run here, only be compiled for.
-    environment = simulated_devices(1) | {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    done = subprocess.run(
-        [sys.executable, "-W", "error::DeprecationWarning", "-c", AHEAD_OF_TIME, *arguments],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
+    done = run_python(
+        *("-W", "error::DeprecationWarning", "-c", AHEAD_OF_TIME, *arguments),
+        TPU_SKIP_MDS_QUERY="1",
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+        PYTHONPATH=os.pathsep.join(sys.path),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "temp_size_in_bytes" in done.stdout

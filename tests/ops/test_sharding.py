@@ -1,12 +1,9 @@
 """The reductions on eight simulated devices, in processes of their own: numbers, places, and what
 moves."""
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.processes import ROOT, simulated_devices
+from tests.processes import run_code
 
 HEAD = """
 import sys
@@ -252,7 +249,6 @@ close(jax.jit(jax.grad(total))(*placed), signs)
 
 
 @pytest.mark.cases(3)
-@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("code", "backend"),
     [
@@ -271,12 +267,4 @@ close(jax.jit(jax.grad(total))(*placed), signs)
     ],
 )
 def test_on_eight_devices_as_on_one(code, backend):
-    done = subprocess.run(
-        [sys.executable, "-c", HEAD + code, backend],
-        env=simulated_devices(8),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_code(HEAD + code, backend, devices=8)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from adder_flax import data
 from adder_flax.data import prepare
-from tests.data.files import encode, smooth_image
+from tests.data.files import encode, smooth_image, write_images
 
 CLASSES = ("ant", "bird")
 
@@ -21,10 +21,7 @@ def make_folder(root: Path, train: int = 4, val: int = 2) -> None:
     """Writes root/{train,val}/<class>/<number>.png."""
     for split, count in (("train", train), ("val", val)):
         for label, name in enumerate(CLASSES):
-            (folder := root / split / name).mkdir(parents=True)
-            for number in range(count):
-                image = smooth_image(12, 12, seed=100 * label + number)
-                (folder / f"{number}.png").write_bytes(encode(image))
+            write_images(root / split / name, count, seed=100 * label)
 
 
 def read_all(name: str, data_dir: Path, **options) -> tuple[np.ndarray, np.ndarray]:

@@ -152,14 +152,6 @@ def test_all_adder_layers_and_scores_of_a_transformer_are_exchanged(options):
 
 
 @pytest.mark.slow
-def test_the_same_integers_in_blocks_of_keys():
-    model = transformer(key_block=2)
-    few = quantized.quantize_model(model, images())
-    whole = quantized.quantize_model(transformer(key_block=None), images())
-    np.testing.assert_allclose(few(images()), whole(images()), atol=1e-4)
-
-
-@pytest.mark.slow
 def test_grouped_heads_and_other_models():
     attention = MultiHeadAttention(4, 16, num_kv_heads=2, score="adder", rngs=nnx.Rngs(0))
     tokens = nnx.Rngs(1).normal((10, 6, 16))

@@ -2,10 +2,12 @@
 teacher."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
 import pytest
+import scipy.special
 from flax import nnx
 from ml_collections import ConfigDict
 
@@ -13,29 +15,23 @@ from adder_flax import layers, models, recorder, report, settings, tasks, traini
 from adder_flax.experiments import common
 from adder_flax.report._sequences import with_uniform_maps
 from adder_flax.tasks import _swap
+from tests.modules import moved
 from tests.training.tiny import TINY
 
 SIZES = dict(image_size=8, patch_size=4, channels=1, num_classes=10, width=8, depth=2, num_heads=2)
 ADDER = dict(score="adder", identity=False)
 ADDER |= dict.fromkeys(("qkv_linear", "proj_linear", "mlp_linear"), "adder")
+softmax = functools.partial(scipy.special.softmax, axis=-1)
 
 
 def make(seed=0, **options):
     """A transformer all of whose parameters are random."""
     model = models.VisionTransformer(**SIZES | options, rngs=nnx.Rngs(seed))
-    graphdef, params = nnx.split(model, nnx.Param)
-    rng = np.random.default_rng(seed)
-    moved = lambda x: x + 0.3 * rng.normal(size=x.shape).astype(x.dtype)
-    return nnx.merge(graphdef, jax.tree.map(moved, params))
+    return moved(model, seed, scale=0.3)
 
 
 def images(count=6):
     return np.random.default_rng(1).normal(size=(count, 8, 8, 1)).astype(np.float32)
-
-
-def softmax(x):
-    x = np.exp(x - x.max(-1, keepdims=True))
-    return x / x.sum(-1, keepdims=True)
 
 
 def watch(model, seen=None):

@@ -15,7 +15,7 @@ from adder_flax.errors import RunError
 from adder_flax.settings import CompareSettings, defaults
 from kfac._trees import flatten
 from kfac.solve._systems import build
-from tests.data.files import encode, smooth_image
+from tests.data.files import write_images
 from tests.kfac.reference import matrix_of
 
 EXPERIMENT = importlib.import_module("experiments.autoencoder")
@@ -146,10 +146,8 @@ def test_a_set_without_images_is_refused():
 
 
 def test_large_images_are_read_without_random_crops(tmp_path):
-    for place in ("train/a/1.png", "train/b/1.png", "val/a/1.png"):
-        path = tmp_path / place
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encode(smooth_image(30, 50)))
+    for place in ("train/a", "train/b", "val/a"):
+        write_images(tmp_path / place, 1, side=30)
     fields = {"data.name": "folder", "data.data_dir": str(tmp_path), "data.image_size": 8}
     source = training.build_run(tiny_config(batch_size=2, **fields)).train_source
     rows = np.arange(2)

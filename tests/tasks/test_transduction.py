@@ -81,17 +81,6 @@ def test_curvature_is_over_the_real_symbols(source):
     np.testing.assert_array_equal(filled[:, length:], 0)
 
 
-@pytest.mark.slow
-def test_nothing_flows_from_where_nothing_is_to_be_said(source):
-    task, batch = make_task(source), source.first(6)
-    model = make_model(task)
-    examples = task.examples(jax.random.key(0), batch)
-    loss = lambda bias: task.loss(_Shifted(model, bias), examples, rngs=nnx.Rngs(0)).loss
-    gradient = jax.grad(loss)(jnp.zeros((*batch["target"].shape, 5)))
-    assert (np.asarray(gradient)[batch["target"] == 0] == 0).all()
-    assert (np.abs(np.asarray(gradient)[batch["target"] != 0]).max(-1) > 0).all()
-
-
 class _Fixed(nnx.Module):
     """A model that says the same of every word."""
 
@@ -100,16 +89,6 @@ class _Fixed(nnx.Module):
 
     def __call__(self, *_, **__):
         return self._logits
-
-
-class _Shifted(nnx.Module):
-    """A model whose logits are shifted place by place."""
-
-    def __init__(self, model, bias):
-        self._model, self._bias = model, nnx.data(bias)
-
-    def __call__(self, *inputs, **options):
-        return self._model(*inputs, **options) + self._bias
 
 
 def test_edits_go_to_the_closest_reference():

@@ -6,7 +6,7 @@ from adder_flax import training
 from adder_flax.app import modes
 from adder_flax.report import figures
 from adder_flax.training import RunError, fingerprint
-from tests.data.files import encode, smooth_image
+from tests.data.files import write_images
 
 
 @pytest.fixture
@@ -14,10 +14,7 @@ def folder_config(tiny_config, tmp_path):
     """A run on an image folder, one of whose 24 training images is no image."""
     for split, count in (("train", 12), ("val", 4)):
         for label in ("ant", "bird"):
-            folder = tmp_path / "data" / split / label
-            folder.mkdir(parents=True)
-            for number in range(count):
-                (folder / f"{number}.png").write_bytes(encode(smooth_image(12, 12, seed=number)))
+            write_images(tmp_path / "data" / split / label, count)
     (tmp_path / "data" / "train" / "bird" / "7.png").write_bytes(b"no image")
     return tiny_config(
         "multiplicative",

@@ -16,7 +16,7 @@ import pytest
 from adder_flax import training
 from adder_flax.training import RunError, connect, read_metrics
 from adder_flax.training.processes import HEARTBEAT_SECONDS, InterruptWatch, peer_errors
-from tests.processes import ROOT, simulated_devices
+from tests.processes import ROOT, run_python, simulated_devices
 from tests.training.tiny import TINY_FLAGS
 
 FLAGS = ["--config=experiments/deit_tiny.py", *TINY_FLAGS, "--config.num_epochs=0.5"]
@@ -161,7 +161,7 @@ with InterruptWatch() as watch:
     os.kill(os.getpid(), signal.{second})
     print("still here")
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = run_python("-c", code)
     assert (done.returncode, done.stdout) == (-signal.Signals[second], "SIGHUP\n")
 
 

@@ -115,23 +115,6 @@ def test_a_step_that_is_refused_leaves_curvature_as_it_was(tiny_config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kfac", "cg_fac"])
-def test_accumulated_microbatches_and_rare_curvature(name, tiny_config):
-    fields = FIELDS | {"optimizer.name": name, "optimizer.kfac.curvature_interval": 3}
-    metrics = []
-    for steps in (1, 4):
-        run = build_run(tiny_config("multiplicative", **fields, accumulation_steps=steps))
-        state, rows = train(run, run.init(), 0, 4)
-        metrics.append(rows[0])
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"]))
-    whole, parts = metrics
-    for name in ("loss", "grad_norm"):
-        np.testing.assert_allclose(parts[name], whole[name], rtol=1e-4)
-    accuracies = (metrics["task"]["accuracy"] for metrics in (parts, whole))
-    np.testing.assert_allclose(*accuracies, rtol=1e-4)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_sample_gives_the_curvature_and_the_batch_the_gradient(accumulation, tiny_config):
     stride, fields = 4, FIELDS | {"model.depth": 1, "accumulation_steps": accumulation}
