@@ -266,6 +266,7 @@ def write_claims(
             for group, of_group in groups.items()
         ],
         size=", ".join(dict.fromkeys(report.size for report in reports if report.size)),
+        data=" and ".join(dict.fromkeys(report.data for report in reports)),
         tally=_tally(groups),
         commands=_commands(groups),
         claims=claims_list(told),
