@@ -50,8 +50,7 @@ def save_integers(
       ValueError: the model has layers of other bits.
     """
     layers = (m for _, m in nnx.iter_modules(model) if isinstance(m, quantized.AdderLinear))
-    found = {layer.weights.grid.bits for layer in layers}
-    if found - {bits}:
+    if (found := {layer.weights.grid.bits for layer in layers}) - {bits}:
         raise ValueError(
             f"expected a model in {bits} bits, got layers in {sorted(found)}; give the bits that "
             "quantize_model was given"

@@ -123,7 +123,7 @@ def _told(made: _Made) -> Told:
         claim.source,
         {group: _counted(claims) for group, claims in found.items()},
         {group: claims[0].number for group, claims in found.items()},
-        f"[figure]({_figure(owner, claim.figure)})" if claim.figure else "",
+        _figure(owner, claim.figure) if claim.figure else "",
     )
 
 
@@ -142,9 +142,10 @@ def _item(told: Told, place: str) -> str:
     verdict = verdicts.pop() if len(verdicts) == 1 else "differs between models"
     verdict = verdict if told.verdicts else NOT_MEASURED
     number = numbers.pop() if len(numbers) == 1 else ""
-    behind = ", ".join(filter(None, (place, number, told.figure)))
+    behind = ", ".join(filter(None, (place, number)))
     said = f"**{verdict[0].upper()}{verdict[1:]}**: {told.statement}"
-    return f"- {said} `{told.name}`" + (f" ({behind})" if behind else "")
+    name = f"[`{told.name}`]({told.figure})" if told.figure else f"`{told.name}`"
+    return f"- {said} {name}" + (f" ({behind})" if behind else "")
 
 
 def by_model(told: Sequence[Told], field: str) -> str:

@@ -64,10 +64,10 @@ def test_claims_count_seeds_and_tell_mechanisms_apart(make_run):
     ]
     told = told_of([read_report(run) for run in runs])
     page = claims_list(told)
-    assert page.startswith("### paper\n\n- **Differs between models**: ‖q|k‖ of a is so. `a`")
-    assert item(page, "a").endswith("(part 1, [figure](images/claims/adder-curve.png))")
+    assert page.startswith("### paper\n\n- **Differs between models**: ‖q|k‖ of a is so. [`a`](")
+    assert item(page, "a").endswith("[`a`](images/claims/adder-curve.png) (part 1)")
     assert "**Does not hold (1/2); holds (1/2)**: " in item(page, "b")
-    assert "(part 1, adder 0, [figure]" in item(page, "b")
+    assert "(part 1, adder 0)" in item(page, "b")
     assert "**Holds**: " in item(page, "c")
     assert row(by_model(told, "verdicts"), "a") == ["holds", "does not hold"]
     assert row(by_model(told, "numbers"), "c") == ["adder 0", "dot 0"]
