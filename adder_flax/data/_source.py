@@ -127,11 +127,8 @@ class Source(abc.ABC):
 
         Of images of any size some of the whole split: folders are sorted by class.
         """
-        order: Sequence[int] | np.ndarray = range(len(self))
-        if getattr(self, "crops_on_host", False) and count < len(self):
-            order = np.random.default_rng(0).permutation(len(self))
         found: list[Batch] = []
-        for index in order:
+        for index in self._order(count):
             arrays, readable = self.read(np.array([index]))
             found += [arrays] * int(readable[0])
             if len(found) == count:
@@ -139,6 +136,10 @@ class Source(abc.ABC):
         if not found:
             raise DataError(f"Expected a readable record in {self.name}/{self.split}, got none.")
         return {name: np.concatenate([arrays[name] for arrays in found]) for name in found[0]}
+
+    def _order(self, count: int) -> Iterable[int]:
+        """In which records are looked at for `count` of them."""
+        return range(len(self))
 
 
 Kind = TypeVar("Kind", bound=Source)
@@ -181,6 +182,11 @@ class ImageSource(Source):
     def num_classes(self) -> int:
         """Number of classes, len(label_names)."""
         return len(self.label_names)
+
+    def _order(self, count: int) -> Iterable[int]:
+        if self.crops_on_host and count < len(self):
+            return np.random.default_rng(0).permutation(len(self))
+        return super()._order(count)
 
     def file_names(self) -> list[str]:
         """Names of the records' files, without folders; not every set keeps them."""

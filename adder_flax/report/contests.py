@@ -35,8 +35,8 @@ class Contest:
       adjusted: its p after Holm over all arms that the comparison holds against the first-order
         one.
       steps: of a run.
-      reached: steps in which the second-order arm was at the median of the first-order one's
-        validation scores at the end, of each seed; None where it never was.
+      reached: steps in which the second-order arm was at the comparison's target, the median of its
+        baseline's validation scores at the end, of each seed; None where it never was.
     """
 
     folder: Path
@@ -56,10 +56,7 @@ class Contest:
 
 
 def read_contest(folder: str | Path, second: str, first: str) -> Contest:
-    """Reads two arms of a comparison, of second order and of first, from its ``runs.csv``.
-
-    The second is the baseline of the comparison, whose score is the target.
-    """
+    """Reads two arms of a comparison, of second order and of first, from its ``runs.csv``."""
     runs = read_runs(folder)
     if runs.score not in _RIGHT:
         raise ValueError(
@@ -88,7 +85,7 @@ def contests_table(contests: Sequence[Contest]) -> str:
     """Returns a Markdown table, one row a comparison."""
     lines = [
         "| comparison | steps, seeds | first order | second order | "
-        "difference (95 % interval; p after Holm) | steps to the first order's end | "
+        "difference (95 % interval; p after Holm) | steps to the comparison's target | "
         "higher accuracy |",
         "|---|---|---|---|---|---|---|",
     ]

@@ -100,10 +100,10 @@ def _scores(records, baselines, name):
 
 
 def _check_budgets(config, records):
-    """Every arm that is tuned has the trials of the experiment, and half as many at each edge."""
-    tried = {}
+    """Every arm that was tuned has the trials of the experiment, and half as many at each edge."""
+    tried, ended = {}, {record["arm"] for record in records if record["phase"] == "final"}
     for record in records:
-        if record["phase"] == "tuning":
+        if record["phase"] == "tuning" and record["arm"] in ended:
             points = tried.setdefault(record["arm"], {})
             points.setdefault(json.dumps(record["values"], sort_keys=True), []).append(
                 record["seed"]
