@@ -165,11 +165,11 @@ def finding(comparison: Comparison, rows: Sequence[Row]) -> str:
     few = pairs[0] < LEAST_SEEDS and not plan.settings.confirmatory
     by = f"by {seeds}" + (f" (that takes {LEAST_SEEDS})" if few else "")
     names = {word: [row.arm.name for row, _ in compared if row.told == word] for word in TOLD}
-    said = [f"{', '.join(names[word])} {word} of {of}" for word in TOLD if names[word]]
+    said = [f"{', '.join(names[w])} {w}{' of' * (w == 'ahead')} {of}" for w in TOLD if names[w]]
     others = [(row.arm.name, found.mean) for row, found in compared if row.told not in TOLD]
     score = f"test {comparison.best.name}"
     if said:
-        rest = f"; none of the other {len(others)} is told from it {by}" if others else ""
+        rest = f"; {', '.join(name for name, _ in others)} not told from it {by}" if others else ""
         return f"In {score}: {'; '.join(said)}{rest}."
     every = [mean for _, mean in others]
     means = list(filter(math.isfinite, every)) or every
