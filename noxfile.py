@@ -47,6 +47,21 @@ def program(session: nox.Session) -> None:
 
 
 @nox.session
+def tpus(session: nox.Session) -> None:
+    """Compiles for TPUs, by libtpu without one."""
+    session.install("-r", "requirements.txt", "-r", "requirements-test.txt")
+    # In a folder of its own, because JAX looks for chips wherever libtpu is installed.
+    folder = Path(session.create_tmp(), "libtpu")
+    code = "import importlib.metadata as m; print(*(r for r in m.requires('jax') if 'libtpu' in r))"
+    libtpu = session.run("python", "-c", code, silent=True).split(";")[0].strip()
+    session.run("python", "-m", "pip", "install", "-q", "--no-deps", "-t", str(folder), libtpu)
+    tests = ("tests/ops/test_lowering.py", "tests/training/test_estimate.py")
+    chosen = ("-k", "for_tpus and v5e or counts_arguments or does_not_fit_says")
+    every, where = ("-n", "2", "-m", "slow or not slow"), {"PYTHONPATH": str(folder)}
+    session.run("python", "-m", "pytest", *every, *chosen, *tests, env=where)
+
+
+@nox.session
 def coverage(session: nox.Session) -> None:
     """Runs the tests and prints lines and branches that none of them reaches, by package."""
     session.install("-r", "requirements.txt", "-r", "requirements-test.txt", "pytest-cov>=7")

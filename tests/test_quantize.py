@@ -72,7 +72,7 @@ def test_eval_and_predict_take_what_quantize_wrote(workdir, tmp_path, capsys):
     assert taken == [run.eval_source.label_names[i] for i in logits.argmax(-1)]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 5, 4])
 def test_what_is_read_is_what_was_written(bits, workdir, tmp_path):
     run = training.build_run(config_of())

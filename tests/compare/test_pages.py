@@ -19,7 +19,7 @@ def test_there_are_pages():
     assert len(NAMES) >= 27
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_is_what_its_records_give(name, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)

@@ -140,6 +140,7 @@ def test_node_computes_what_float64_does(page, networks):
     check(json.loads(done.stdout), networks)
 
 
+@pytest.mark.slow
 def test_damaged_weights_are_refused(page, tmp_path):
     text = page.read_text()
     places = np.random.default_rng(0).integers(0, 4000, 20)

@@ -123,6 +123,7 @@ def test_flags_and_functions_among_the_arguments_stay_what_they_are():
     close(function(params, *args)[1], grads, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_networks_that_are_trained_beside_each_other_have_their_own_curvature():
     """A vmap around the gradient of a loss that has vmaps over examples and layers itself."""
     networks = jax.tree.map(lambda p: jnp.stack([p, -2 * p, 3 * p]), STACK)

@@ -97,6 +97,7 @@ def test_loop_and_recomputation_change_nothing():
         jax.tree.map(close, loss_and_gradients(make(**options, **way))(0), expected)
 
 
+@pytest.mark.slow
 def test_the_loop_anneals_blocks_in_turn():
     """Of plain progress, too: shares that are no arrays would be the first block's in all."""
     options = dict(mlp_linear="adder", anneal_end=1.0, anneal_blocks="in_turn", depth=2)

@@ -189,7 +189,7 @@ def test_hidden_keys_have_finite_second_derivatives():
             loss = lambda query: jnp.sin(attention(score, query, key, value, mask=mask)).sum()
             return jnp.square(jax.grad(loss)(query)).sum()
 
-        return jax.grad(slope)(jnp.asarray(query))
+        return jax.jit(jax.grad(slope))(jnp.asarray(query))
 
     blocks = functools.partial(ops.fused_attention, key_block=2)
     with jax.enable_x64(True):

@@ -222,6 +222,7 @@ def use(name):
     return ops.use_backend(name) if name in ops.available_backends() else pytest.skip(name)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("floating", [False, True])
 @pytest.mark.parametrize("name", ["cpu_native", "xla"])
@@ -400,7 +401,7 @@ def program(request, tmp_path_factory):
     return ["qemu-aarch64", path] if request.param == "NEON" else [path]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("program", TARGETS, indirect=True)
 @pytest.mark.parametrize("cases", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_the_code_of_a_processor_computes_the_formula(program, cases):

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from adder_flax.counting import Operations, count_operations
@@ -59,6 +60,10 @@ def report(tmp_path_factory):
         patch.delitem(SIZES_OF_DEIT, "DeiT-S")
         patch.delitem(SIZES_OF_DEIT, "DeiT-B")
         patch.setattr(ConstrainedLayoutEngine, "execute", lambda engine, figure: None)
+        savefig = Figure.savefig
+        patch.setattr(
+            Figure, "savefig", lambda *args, **given: savefig(*args, **given | {"dpi": 20})
+        )
         return write_report(model_of(**adder), IMAGES, LABELS, folder, **others, **options)
 
 

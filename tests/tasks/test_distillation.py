@@ -68,7 +68,7 @@ class Fixed(nnx.Module):
         return self.logits
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hard", "soft"])
 @pytest.mark.parametrize("num_heads", [1, 2])
 def test_the_curvature_is_the_hessian_of_both_terms(kind, num_heads):
@@ -86,7 +86,7 @@ def test_the_curvature_is_the_hessian_of_both_terms(kind, num_heads):
 
     logits = jnp.asarray(logits, jnp.float32)
     size = num_heads * 3
-    hessian = jax.hessian(lambda z: outcome(z).loss)(logits).reshape(2, size, 2, size)
+    hessian = jax.jit(jax.hessian(lambda z: outcome(z).loss))(logits).reshape(2, size, 2, size)
     outputs, pull = jax.vjp(lambda z: outcome(z).outputs, logits)
     share = read_weights(outcome(logits).weights, 2).shares()
     likelihood, found = get_likelihood(task.likelihood), np.zeros((2, size, size))

@@ -192,6 +192,7 @@ def test_the_loss_is_that_of_its_formula():
     np.testing.assert_allclose(late.loss, logits_alone, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_an_output_lacks_is_measured_by_the_variance_of_its_own_block():
     """Outputs of deeper blocks vary more: over all of them the first would count for nothing."""
     student, seen = make(seed=1), images(2)
