@@ -30,7 +30,7 @@ def _slow(*case):
     ("flags", "message"),
     [
         (["--config.optimizer.learing_rate=1"], "did you mean 'optimizer.learning_rate'"),
-        (["--config.data.data_dri=x"], "got 'data.data_dri'; did you mean 'data.data_dir'"),
+        _slow(["--config.data.data_dri=x"], "got 'data.data_dri'; did you mean 'data.data_dir'"),
         _slow(["--config.model.depth=twelve"], "depth"),
         (["--config.model.num_heads=5"], r"expected .*192.*5"),
         _slow(["--config.model.patch_size=3"], r"expected .*patch.* 8"),

@@ -259,7 +259,7 @@ close(jax.jit(jax.grad(total))(*placed), signs)
         pytest.param(MODEL_SPLIT, "cpu_native", id="model"),
         pytest.param(HEADS_SPLIT, "cpu_native", id="heads"),
         pytest.param(UNEVEN_AND_MAPPED, "cpu_native", id="uneven"),
-        pytest.param(LAYER_NORM, "cpu_native", id="layer_norm"),
+        pytest.param(LAYER_NORM, "cpu_native", id="layer_norm", marks=pytest.mark.slow),
         pytest.param(BYTES, "cpu_native", id="bytes", marks=pytest.mark.slow),
         pytest.param(WITHOUT_RULES, "cpu_native", id="without_rules"),
         pytest.param(EXPLICIT_AXES, "xla", id="explicit-xla", marks=pytest.mark.slow),

@@ -38,7 +38,7 @@ def make_model(task):
     return Seq2Seq(**sizes, width=16, embedding_features=8, dropout_rate=0.0, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("smoothing", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_the_loss_is_the_mean_over_real_symbols(source, smoothing):
     task = make_task(source, label_smoothing=smoothing)
     model, batch = make_model(task), source.first(12)
