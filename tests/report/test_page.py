@@ -398,6 +398,16 @@ def test_brownian_paths_are_called_brownian_and_straight_ones_not():
     assert {found[name] for name in names} == {"does not hold"}
     found = verdicts(motion.judge(study_of(straight, untrained=brownian)))
     assert found["brownian-growth"] == "holds only when the network is untrained"
+    # One block has neither a growth nor a cosine.
+    single = subject.captured
+    single = dataclasses.replace(single, blocks=single.blocks[:1], tokens=steps[0])
+    tokens = dataclasses.replace(single.blocks[0], tokens=np.zeros_like(steps[0]))
+    single = dataclasses.replace(single, blocks=(tokens,))
+    study = study_of(dataclasses.replace(subject, captured=single))
+    found = verdicts(motion.judge(study))
+    assert found == dict.fromkeys(names, "not measured") | dict.fromkeys(
+        ["brownian-normal", "brownian-centred"], "holds"
+    )
 
 
 @pytest.mark.unchecked
