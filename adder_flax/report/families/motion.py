@@ -19,9 +19,7 @@ from adder_flax.report._study import (
 
 
 class _Property(NamedTuple):
-    """What Brownian motion has: whether a path has it, None where it is too short to tell, and its
-    numbers, short and in a sentence.
-    """
+    """What Brownian motion has; of a path too short to tell ``found`` is None."""
 
     name: str
     statement: str
