@@ -86,20 +86,20 @@ def draw_forest(
         if line.mean is None:
             axes.plot(0, place, "D", color="#000000", markersize=5, zorder=3)
             continue
+        better = (line.mean > 0) == largest
         if abs(line.mean) > reach:
             side = math.copysign(1, line.mean)
             axes.plot(side * reach, place, ">" if side > 0 else "<", color="#000000", markersize=6)
         else:
             ends = np.clip([line.low, line.high], -reach, reach)
             axes.plot(ends, [place, place], color="#000000", linewidth=1.4)
-            better = (line.mean > 0) == largest
             face = (_AHEAD if better else _BEHIND) if line.told else _OPEN
             axes.plot(line.mean, place, "o", color=face, markeredgecolor="#000000", markersize=6)
-        text = f"{line.mean:+.3f}" if math.isfinite(line.mean) else "diverged"
+        failed = "baseline diverged" if better else "diverged"
+        text = f"{line.mean:+.3f}" if math.isfinite(line.mean) else failed
         at_the_side = dict(xycoords=("axes fraction", "data"), va="center", fontsize=8)
         axes.annotate(text, (1.01, place), **at_the_side)
-    better = f"{xlabel}, better →" if largest else f"← better, {xlabel}"
-    report.dress(axes, xlabel=better)
+    report.dress(axes, xlabel=f"{xlabel}, better →" if largest else f"← better, {xlabel}")
     axes.locator_params(axis="x", nbins=5)
     names = [line.name + (" (baseline)" if line.mean is None else "") for line in lines]
     axes.set_yticks(range(len(lines)), names, parse_math=False)

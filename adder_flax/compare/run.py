@@ -144,7 +144,7 @@ class Comparison:
             return -math.inf, statistics.mean(record.steps for record in found)
         sign = 1 if self.best.largest else -1
         mean = statistics.mean(sign * record.validation[self.best.name] for record in found)
-        return mean, -statistics.mean(record.validation.get("loss", 0.0) for record in found)
+        return mean, -statistics.mean(record.validation.get("loss", math.inf) for record in found)
 
 
 _NOTHING = Options()

@@ -31,6 +31,8 @@ _FEWER_TRIALS = (1, 2, 4, 8)
 # Of a record, as columns of runs.csv.
 _FACTS = "parameters", "multiplications", "additions", "joules", "step_operations", "step_joules"
 _MACHINE = "processor", "cores"
+# Optimizers with bases, factors or inverses that are not made anew at every step.
+_RENEWING = {"kfac", "kl_shampoo", "soap"}
 TOLD = "ahead", "behind"
 """Verdicts on an arm that is told from its baseline."""
 _MATCHED = {
@@ -182,6 +184,8 @@ def finding(comparison: Comparison, rows: Sequence[Row]) -> str:
 def about(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
     """Returns what was run, on what, and what is missing."""
     settings, records = comparison.plan.settings, [record for row in rows for record in row.records]
+    steps = {record.steps for record in records if not record.diverged}
+    matched = settings.match if len(steps) < 2 else "nothing"  # of several sets, say
     held = "the split validation"
     if percent := settings.validation_percent:
         split = settings.base.data.train_split
@@ -191,7 +195,7 @@ def about(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
             f"{len(records)} of {len(rows) * settings.seeds} final runs, seeds 0 to "
             f"{settings.seeds - 1}. Of one seed, all arms see the same batches with the same "
             "augmentation and begin with the same weights wherever they have parameters of one "
-            f"path, shape and distribution. {_MATCHED[settings.match]} The test split was read "
+            f"path, shape and distribution. {_MATCHED[matched]} The test split was read "
             f"once, after the last step of each final run; tuning and curves are on {held}."
         )
     ]
@@ -256,7 +260,7 @@ def cautions(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
             text = (
                 f"With {max(pairs)} pairs of seeds no arm can be called ahead: that takes "
                 f"{LEAST_SEEDS}. The smallest p after Holm is "
-                f"{min(holm([2 / 2**n for n in pairs])):.3g}."
+                f"{min(row.adjusted for row in rows if row.difference):.3g}."
             )
             blocks.append(Paragraph(text, strong=True))
         told = (
@@ -281,6 +285,7 @@ def cautions(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
                 "images show."
             )
         )
+    split = any(row.elsewhere for row in rows if comparison.plan.baseline_of(row.arm) is None)
     for row in rows:
         if row.elsewhere:
             places = sorted(
@@ -288,7 +293,7 @@ def cautions(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
             )
             text = (
                 f"{row.arm.name}: {len(row.elsewhere)} runs are left out. They ran on "
-                f"{' and '.join(places)}, where the baseline did not."
+                f"{' and '.join(places)}, where {'most runs of ' * split}the baseline did not."
             )
             blocks.append(Paragraph(text, strong=True))
         if broken := [record for record in row.records if record.diverged]:
@@ -336,13 +341,21 @@ def costs(rows: Sequence[Row]) -> list[Block]:
         "are not shown: runs were made side by side, on one machine or several. `python -m "
         "benchmarks.compare seconds` times the arms in turn."
     )
-    return [Table(head.split("|"), lines), Paragraph(notes)]
+    blocks: list[Block] = [Table(head.split("|"), lines), Paragraph(notes)]
+    if _RENEWING & {row.records[0].config["optimizer"]["name"] for row in rows if row.records}:
+        text = (
+            "What kfac, kl_shampoo and soap renew at some steps alone is counted at every step: "
+            "their operations and energy to the target are at most what is shown."
+        )
+        blocks.append(Paragraph(text))
+    return blocks
 
 
 def tuned(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
     """Returns what was tried and chosen, and what fewer trials would have found."""
     settings, fields = comparison.plan.settings, comparison.plan.searched
     seeds, lines, edges = settings.tuning_seeds, [], []
+    first = sorted({row.tuning.first for row in rows if row.arm.space} or {settings.trials})
     for row in rows:
         if not row.arm.space:
             continue
@@ -358,7 +371,8 @@ def tuned(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
             text = f"Best at the edge: {edge} of {row.arm.name}; what lies beyond was not tried."
             edges.append(Paragraph(text, strong=True))
     what = (
-        f"{settings.trials} quasirandom trials of each arm with {seeds} "
+        f"{' to '.join(map(str, dict.fromkeys((first[0], first[-1]))))} quasirandom trials of each "
+        f"arm with {seeds} "
         f"seed{'s' if seeds > 1 else ''} each, and half as many again, up to {settings.extensions} "
         "times, beyond an edge of the range on which the best one lay."
     )

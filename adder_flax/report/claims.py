@@ -78,11 +78,19 @@ def read_report(workdir: str | Path) -> ModelReport:
         data=of_data["name"],
         size="{depth} blocks of width {width}".format_map(model) if sized else "",
         seed=config["seed"],
-        split="test" if of_data["eval_split"] == "eval" else of_data["eval_split"],
+        split=_split(workdir, of_data["eval_split"]),
         accuracy=_accuracy(workdir / "metrics.jsonl"),
         claims=claims,
         directory=table.parent,
     )
+
+
+def _split(workdir: Path, name: str) -> str:
+    """The split that a run was evaluated on: what "eval" stands for depends on the set."""
+    marks = workdir / "data.json"
+    if name != "eval":
+        return name
+    return [*json.loads(marks.read_text())][-1] if marks.exists() else "test"
 
 
 def _accuracy(metrics: Path) -> float:

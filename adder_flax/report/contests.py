@@ -78,7 +78,8 @@ def read_contest(folder: str | Path, second: str, first: str) -> Contest:
     ours = [run for seed, run in sorted(runs.arms[second].items()) if seed in baseline]
     reached = [run.to_target for run in ours]
     judged = scores[second], found[second], adjusted[second]
-    return Contest(runs.folder, second, first, *judged, ours[0].steps, reached)
+    steps = max(run.steps for run in ours)  # one that diverged took fewer
+    return Contest(runs.folder, second, first, *judged, steps, reached)
 
 
 def contests_table(contests: Sequence[Contest]) -> str:

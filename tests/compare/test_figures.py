@@ -54,15 +54,22 @@ def test_what_is_told_is_filled_by_its_side():
     assert faces[0]["open"] == "#ffffff"
 
 
-@pytest.mark.parametrize(("mean", "marker"), [(0.6, ">"), (-0.6, "<"), (math.inf, ">")])
-def test_an_arm_that_would_hide_the_others_is_an_arrow(mean, marker):
+@pytest.mark.parametrize(
+    ("mean", "marker", "text"),
+    [
+        (0.6, ">", "+0.600"),
+        (-0.6, "<", "-0.600"),
+        (math.inf, ">", "diverged"),
+        (-math.inf, "<", "baseline diverged"),
+    ],
+)
+def test_an_arm_that_would_hide_the_others_is_an_arrow(mean, marker, text):
     low, high = (mean - 0.01, mean + 0.01) if math.isfinite(mean) else (-math.inf, math.inf)
     lines = [Line(name, 0.01, 0.0, 0.02) for name in "abc"]
-    marks, _, _, axes = drawn([*lines, Line("far", mean, low, high)])
+    marks, _, _, axes = drawn([*lines, Line("far", mean, low, high)], largest=False)
     assert marks["far"][1] == marker
     assert max(np.abs(axes.get_xlim())) < 0.05
-    said = [text.get_text() for text in axes.texts]
-    assert said[-1] == (f"{mean:+.3f}" if math.isfinite(mean) else "diverged")
+    assert axes.texts[-1].get_text() == text
 
 
 def test_every_colour_of_a_figure_can_be_read_on_a_dark_screen(tmp_path):

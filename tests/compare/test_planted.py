@@ -166,8 +166,54 @@ def test_runs_of_another_device_or_version_are_not_compared(elsewhere, tmp_path)
     assert (here.difference.pairs, mixed.difference.pairs, there.difference) == (2, 1, None)
     page = page_of_records(comparison)
     assert page.count("runs are left out") == 3
+    # Some of the baseline's, too.
+    assert page.count("where most runs of the baseline did not") == 3
     assert "**there: 3 runs are left out. They ran on 1 × " in page
     assert "Not finished" not in page
+
+
+def test_steps_are_called_the_same_where_they_are(tmp_path):
+    """Of two data sets they are not, though each arm takes those of its baseline."""
+    comparison = two_arms(tmp_path, seeds=1)
+    fill(comparison, lambda cell: 0.5)
+    assert "All arms take the same steps." in tables_of(comparison)
+    [cell] = comparison.final_cells(comparison.plan.arms["dot"])
+    record = dataclasses.replace(comparison.records.get(cell), steps=16)
+    comparison.records.put(cell, record)
+    assert "All arms take the same steps." not in tables_of(comparison)
+    # One that diverged is no other schedule.
+    comparison.records.put(cell, dataclasses.replace(record, diverged="a loss", test={}))
+    assert "All arms take the same steps." in tables_of(comparison)
+
+
+def test_costs_say_what_of_an_optimizer_is_counted_at_every_step(tmp_path):
+    arms = {"arm": {"dot": {}, "kfac": {"optimizer": {"name": "kfac"}}}}
+    for factors, said in ((ARMS, False), (arms, True)):
+        comparison = two_arms(tmp_path / str(said), factors=factors, seeds=1)
+        fill(comparison, lambda cell: 0.5)
+        assert ("is counted at every step" in tables_of(comparison)) == said
+
+
+def test_of_a_list_as_many_trials_are_told_as_it_has_values(tmp_path):
+    search = {"optimizer": {"learning_rate": ("list", 1e-3, 3e-3, 1e-2)}}
+    comparison = two_arms(tmp_path, search=search, trials=8, seeds=1)
+    fill(comparison, valley({"dot": 3e-3, "additive": 3e-3}))
+    assert "\n\n3 quasirandom trials of each arm with 1 seed each" in page_of_records(comparison)
+
+
+def test_of_trials_that_are_level_one_without_a_finite_loss_is_not_taken(tmp_path):
+    """Where steps that are not finite are left out, an accuracy may have no loss beside it."""
+    search = {"optimizer": {"learning_rate": ("log", 1e-3, 1e-2)}}
+    comparison = two_arms(tmp_path, search=search, trials=2, extensions=0, seeds=1)
+    arm = comparison.plan.arms["dot"]
+    first, second = comparison.tuning(arm).points
+    for values in (first, second):
+        [cell] = comparison.tuning_cells(arm, values)
+        record = _record(cell, 0.5)
+        if values == second:
+            record = dataclasses.replace(record, validation={"accuracy": 0.5})
+        comparison.records.put(cell, record)
+    assert comparison.tuning(arm).best == first
 
 
 @pytest.mark.slow
@@ -217,7 +263,7 @@ def test_arms_that_all_diverged_are_named_with_what_they_differ_by(tmp_path):
 
 
 def test_the_smallest_p_is_that_of_the_arm_with_the_most_pairs(tmp_path):
-    """Of 7 and 3 pairs it is 2 · 2 / 2⁷; where one has ten, an arm can be called ahead."""
+    """Of 7 and 3 pairs, all of one sign, it is 2 · 2 / 2⁷; with ten an arm can be called ahead."""
     factors = {"arm": {"dot": {}, "many": {}, "few": {}}}
     for most, said in ((7, "With 7 pairs of seeds no arm can be called ahead"), (10, None)):
         comparison = two_arms(tmp_path / str(most), factors=factors, seeds=10)
@@ -229,6 +275,14 @@ def test_the_smallest_p_is_that_of_the_arm_with_the_most_pairs(tmp_path):
         assert ("no arm can be called ahead" in page) == bool(said)
         assert said is None or f"{said}: that takes 10. The smallest p after Holm is 0.0312" in page
         assert f"| many | {most} | 0.6000 |" in page
+
+
+def test_the_smallest_p_that_is_told_is_in_the_table(tmp_path):
+    """Six pairs of which half are better: p is far above the 2 / 2⁶ that six can have."""
+    comparison = two_arms(tmp_path, seeds=6)
+    gains = [0.1, -0.1, 0.1, -0.1, 0.1, -0.1]
+    fill(comparison, lambda cell: 0.5 + gains[cell.seed] * (cell.arm.name == "additive"))
+    assert "The smallest p after Holm is 1.**" in tables_of(comparison)
 
 
 def test_of_a_baseline_that_has_not_run_nothing_is_said(tmp_path):

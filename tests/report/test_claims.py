@@ -155,7 +155,10 @@ def test_page_has_its_figures_models_and_tally(make_run, tmp_path, capsys):
     assert "12 blocks of width 192; accuracy on test, by seed:" in page
     images = {path.name for path in (out.parent / "images" / "claims").iterdir()}
     assert images == {"adder-curve.png", "dot-curve.png", "adder-maps.png"}
+    # What "eval" stands for depends on the set.
+    (runs[0] / "data.json").write_text(json.dumps({"train": [8.0], "validation": [4.0]}))
     write_claims(runs[:1], out)
+    assert "; accuracy on validation, by seed:" in out.read_text()
     assert "**Not measured**" in item(out.read_text(), "b")
     images = {path.name for path in (out.parent / "images" / "claims").iterdir()}
     assert images == {"adder-curve.png", "adder-maps.png"}

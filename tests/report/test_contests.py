@@ -73,6 +73,13 @@ def test_an_end_that_most_seeds_do_not_reach(write_runs):
     assert contest.verdict == "not decided"
 
 
+def test_a_run_has_the_steps_of_one_that_did_not_diverge(write_runs):
+    folder = write_runs(FIRST, FIRST, [1] * 10)
+    lines = (folder / "runs.csv").read_text().replace("cg,0,0.8,170,", "cg,0,0.0,20,")
+    (folder / "runs.csv").write_text(lines)
+    assert "| 170, 10 |" in contests_table([read_contest(folder, "cg", "adam")])
+
+
 def test_of_phonemes_the_share_that_is_right_counts(write_runs):
     fewer = [wrong - 0.1 for wrong in FIRST]
     folder = write_runs(fewer, FIRST, [1] * 10, "test_phoneme_error_rate")

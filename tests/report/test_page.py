@@ -236,6 +236,11 @@ def study_of(subject, untrained=None):
     return Study(subject, None, untrained, pictures, [""] * 5, LABELS, answers, given)
 
 
+def subject_of_one_block(subject):
+    captured = dataclasses.replace(subject.captured, blocks=subject.captured.blocks[:1])
+    return dataclasses.replace(subject, captured=captured)
+
+
 def with_blocks(subject, change, **of_capture):
     """With fields of each block replaced by ``change(index)``."""
     blocks = (dataclasses.replace(b, **change(i)) for i, b in enumerate(subject.captured.blocks))
@@ -332,6 +337,25 @@ def test_heads_that_carry_nothing_are_removed_first():
     np.testing.assert_array_equal(found.pictures[0].data["cost"], [[1, 0]] * 3)
 
 
+def test_a_share_of_the_heads_is_that_of_those_which_were_removed():
+    """Of two heads none is a fifth; each is needed, so that no share can go."""
+    one = subject_of_one_block(observe("m", model_of(), IMAGES))
+    params = nnx.to_pure_dict(nnx.state(one.model, nnx.Param))
+    params["blocks"] = {0: params["blocks"][0]}
+    params["blocks"][0]["attention"]["value"]["kernel"] = np.ones((16, 16))
+
+    def logits(params):
+        kernel = params["blocks"][0]["attention"]["value"]["kernel"]
+        right = np.eye(10)[LABELS]
+        return right if kernel.all() else 1 - right
+
+    study = dataclasses.replace(study_of(one), probe=Probe(params, logits, LABELS))
+    found = heads.judge(study)
+    assert verdicts(found) == {"heads-removable": "does not hold", "heads-single": "does not hold"}
+    assert found.claims[0].number.startswith("0% of the heads")
+    assert found.pictures[0].data["share"].tolist() == [0, 0.5, 1]
+
+
 @pytest.mark.parametrize("linear", ["dense", "adder"])
 def test_a_removed_head_gives_zeros(linear):
     model = model_of(qkv_linear=linear)
@@ -398,6 +422,14 @@ def test_brownian_paths_are_called_brownian_and_straight_ones_not():
     assert {found[name] for name in names} == {"does not hold"}
     found = verdicts(motion.judge(study_of(straight, untrained=brownian)))
     assert found["brownian-growth"] == "holds only when the network is untrained"
+    # One block has neither a growth nor a cosine.
+    single = subject_of_one_block(
+        with_blocks(subject, lambda _: {"tokens": np.zeros_like(steps[0])}, tokens=steps[0])
+    )
+    found = verdicts(motion.judge(study_of(single)))
+    assert found == dict.fromkeys(names, "not measured") | dict.fromkeys(
+        ["brownian-normal", "brownian-centred"], "holds"
+    )
 
 
 @pytest.mark.unchecked
