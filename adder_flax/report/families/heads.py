@@ -48,21 +48,22 @@ def judge(study: Study) -> Findings:
     whole, limit = accuracy([]), max(_INSIGNIFICANT, 1 / len(of.labels)) + 1e-9
     alone = {one: accuracy([one]) for one in every}
     order = sorted(every, key=lambda one: -alone[one])
-    taken = [round(share * len(every)) for share in _SHARES]
+    taken = sorted({round(share * len(every)) for share in _SHARES})
+    shares = np.array(taken) / len(every)
     left = np.array([accuracy(order[:number]) for number in taken])
     kept = [
         max(accuracy([(block, h) for h in range(count) if h != head]) for head in range(count))
         for block in blocks
     ]
     return Findings(
-        [_share_claim(whole, left, limit), _single_claim(whole, np.array(kept), limit)],
-        [_picture(left, np.reshape([whole - alone[one] for one in every], (-1, count)))],
+        [_share_claim(whole, shares, left, limit), _single_claim(whole, np.array(kept), limit)],
+        [_picture(shares, left, np.reshape([whole - alone[one] for one in every], (-1, count)))],
     )
 
 
-def _share_claim(whole: float, left: np.ndarray, limit: float) -> Claim:
+def _share_claim(whole: float, shares: np.ndarray, left: np.ndarray, limit: float) -> Claim:
     # That they can be removed is said, so that the largest share counts that was found.
-    share = _SHARES[left >= whole - limit].max()
+    share = shares[left >= whole - limit].max()
     return _removable(
         share >= _LARGE,
         f"{share:.0%} of the heads cost at most {limit:.1%}",
@@ -83,10 +84,10 @@ def _single_claim(whole: float, kept: np.ndarray, limit: float) -> Claim:
     )
 
 
-def _picture(left: np.ndarray, costs: np.ndarray) -> Picture:
+def _picture(shares: np.ndarray, left: np.ndarray, costs: np.ndarray) -> Picture:
     figure, axes = _style.new_figure(8.0, 3.2, 1, 2)
     curve, grid = axes[0]
-    _style.draw_lines(curve, 100 * _SHARES, {"accuracy": left})
+    _style.draw_lines(curve, 100 * shares, {"accuracy": left})
     _style.dress(curve, xlabel="heads removed (%)", ylabel="accuracy")
     image = grid.imshow(costs, cmap=_style.HEAT, aspect="auto")
     figure.colorbar(image, ax=grid, label="accuracy lost")
@@ -100,5 +101,5 @@ def _picture(left: np.ndarray, costs: np.ndarray) -> Picture:
         "Left: accuracy when heads give zeros as values, those first whose removal alone costs "
         "least. Right: what each costs alone.",
         "Accuracy against the share of removed heads, and the cost of each head.",
-        {"share": _SHARES, "accuracy": left, "cost": costs},
+        {"share": shares, "accuracy": left, "cost": costs},
     )
