@@ -196,7 +196,8 @@ def start_from(run: Any, path: str | Path) -> tuple[Any, tuple[str, ...], str]:
 
     def init() -> Any:
         state = run.init()
-        flat = flatten_dict(state["params"]) | flatten_dict(state.get("model_state", {}))
+        flat: dict[Any, Any] = flatten_dict(state["params"])
+        flat |= flatten_dict(state.get("model_state", {}))
         for path, leaf in flat.items():
             if (name := ".".join(map(str, path))) in found:
                 flat[path] = jax.device_put(found[name], leaf.sharding)
