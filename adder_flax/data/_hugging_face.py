@@ -63,12 +63,18 @@ class HuggingFaceRecords:
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[bytes, int]]:
         images = self._rows[list(indices)][self._column]
-        encoded = [image["bytes"] or pathlib.Path(image["path"]).read_bytes() for image in images]
-        return list(zip(encoded, (self._labels[i] for i in indices), strict=True))
+        labels = (self._labels[i] for i in indices)
+        return list(zip(map(_encoded, images), labels, strict=True))
 
     def describe(self, index: int) -> str:
         """The number of the row."""
         return f"row {index}"
+
+
+def _encoded(image: Any) -> bytes:
+    if isinstance(image, bytes):  # a column of Parquet that nobody declared to be of images
+        return image
+    return image["bytes"] or pathlib.Path(image["path"]).read_bytes()
 
 
 register_collection(

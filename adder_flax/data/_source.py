@@ -224,6 +224,16 @@ class ArraySource(ImageSource):
         super().__init__(name, split, splits)
         self.images, self.labels = images, np.asarray(labels, np.int32)
         self.label_names = tuple(label_names)
+        if images.dtype != np.uint8:
+            raise DataError(
+                f"Expected images of {name}/{split} in uint8, 0 to 255, got {images.dtype}. Scale "
+                "them to that range and convert them."
+            )
+        if len(self.labels) and (largest := self.labels.max()) >= len(self.label_names):
+            raise DataError(
+                f"Expected labels of {name}/{split} in [0, {len(self.label_names)}), got "
+                f"{largest}. Count classes from 0, and name them all."
+            )
         height, width, channels = images.shape[1:]
         self.image_shape = (height, width, channels)
 

@@ -1,4 +1,4 @@
-"""Tar files of WebDataset: root/<split>*.tar, in which files of one sample have one name.
+"""Tar files of WebDataset: root/<split>-<number>.tar, in which files of one sample have one name.
 
 A sample is an image and its class, ``x.jpg`` and ``x.cls`` (or ``x.json`` with a ``label``); see
 https://github.com/webdataset/webdataset. That library streams samples; here they are read by
@@ -14,6 +14,7 @@ import tarfile
 
 from adder_flax.data import _images
 from adder_flax.data._folder import Collection, FileRecords, Place, register_collection
+from adder_flax.data._registry import EVAL_SPLITS
 from adder_flax.data._source import DataError
 from adder_flax.text import printable
 
@@ -22,11 +23,14 @@ _NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
 
 
 def tar_shards(root: pathlib.Path) -> Collection:
-    """Opens the tar files of a folder; ``train-07.tar`` and ``train/07.tar`` are of ``train``."""
+    """Opens the tar files of a folder.
+
+    ``train-07.tar``, ``imagenet1k-train-07.tar`` and ``train/07.tar`` are of ``train``.
+    """
     shards: dict[str, list[pathlib.Path]] = {}
     for path in sorted(root.rglob("*.tar")):
         folder, *inner = path.relative_to(root).parts
-        shards.setdefault(folder if inner else re.split(r"[-_.]", folder)[0], []).append(path)
+        shards.setdefault(folder if inner else _split_of(folder), []).append(path)
     if not shards:
         raise DataError(
             f"Expected {printable(root)}/<split>-<number>.tar, got no such file. Name the "
@@ -40,6 +44,11 @@ def tar_shards(root: pathlib.Path) -> Collection:
         return functools.partial(FileRecords, places), [label for _, label in samples]
 
     return Collection(root, shards, read)
+
+
+def _split_of(name: str) -> str:
+    parts = re.split(r"[-_.]", name)
+    return next((part for part in parts if part in ("train", *EVAL_SPLITS)), parts[0])
 
 
 def _samples_in(path: pathlib.Path) -> list[tuple[Place, str]]:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from adder_flax.arrays import AnyArray
 from adder_flax.attention import resolve_scale
@@ -195,11 +196,13 @@ def start_from(run: Any, path: str | Path) -> tuple[Any, tuple[str, ...], str]:
 
     def init() -> Any:
         state = run.init()
-        params = _nested(_flat(state["params"]) | found, like=like)
-        params = jax.tree.map(lambda x, leaf: jax.device_put(x, leaf.sharding), params, like)
-        if "ema_params" in state:
-            state |= {"ema_params": jax.tree.map(lambda x: x.copy(), params)}
-        return state | {"params": params}
+        flat: dict[Any, Any] = flatten_dict(state["params"])
+        flat |= flatten_dict(state.get("model_state", {}))
+        for path, leaf in flat.items():
+            if (name := ".".join(map(str, path))) in found:
+                flat[path] = jax.device_put(found[name], leaf.sharding)
+        # The optimizer may keep parameters, too, as an average.
+        return run.program.initial_state(unflatten_dict(flat), run.hyper)
 
     return dataclasses.replace(run, init=init), kept, "; ".join(words)
 

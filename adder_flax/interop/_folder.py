@@ -58,8 +58,8 @@ def save_folder(
       folder: made where it is not there; files of the same names are replaced.
       label_names: of the classes.
       mean, std: by which each channel of images in [0, 1] is normalised.
-      crop_ratio: side of the middle of a photograph that is taken, over its shorter side; 1 resizes
-        the whole image.
+      crop_ratio: side of the middle of a photograph that is taken, over its shorter side; images
+        that are not square are taken whole.
       card: text of ``README.md``, see `model_card`; none is written where it is empty.
 
     Raises:
@@ -118,7 +118,7 @@ def _preprocessing(
     std: Sequence[float],
     crop_ratio: float,
 ) -> dict[str, Any]:
-    height, width, _ = image_shape
+    height, width, channels = image_shape
     size = {"height": height, "width": width}
     common = {
         "do_resize": True,
@@ -129,7 +129,7 @@ def _preprocessing(
         "image_mean": list(map(float, mean)),
         "image_std": list(map(float, std)),
     }
-    if crop_ratio == 1.0:
+    if height != width:
         return {"image_processor_type": "ViTImageProcessor", "size": size, **common}
     # The only one of theirs that resizes the shorter side to a length and takes the middle.
     shorter = {"shortest_edge": data.resized_side(height, crop_ratio)}
@@ -138,7 +138,7 @@ def _preprocessing(
         "size": shorter,
         "do_center_crop": True,
         "crop_size": size,
-        "do_convert_rgb": True,
+        "do_convert_rgb": channels == 3,
         **common,
     }
 

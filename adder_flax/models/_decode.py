@@ -77,7 +77,9 @@ def beam_search(
     def grow(now: _Beams, index: Array) -> tuple[_Beams, None]:
         last = jnp.where(index == 0, end_symbol, now.symbols[:, :, index - 1])
         state, logits = step(now.state, flat(last))
-        following = beams(jax.nn.log_softmax(logits))
+        # In bfloat16 a sum of many would no longer tell beams apart.
+        wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        following = beams(jax.nn.log_softmax(wide))
         only_end = jnp.where(jnp.arange(following.shape[-1]) == end_symbol, 0.0, -jnp.inf)
         following = jnp.where(now.done[..., None], only_end, following)
         total = now.log_probability[..., None] + following

@@ -9,6 +9,7 @@ better.
 
 import itertools
 import json
+import math
 import os
 import shutil
 import zlib
@@ -235,6 +236,8 @@ class Checkpoints(SavedCheckpoints):
           RunError: this or the previous checkpoint could not be written (a full disk, say).
         """
         digests = take_digests(state)[0] if digests is None else digests
+        if score is not None and math.isnan(score):  # no better and no worse than others
+            score = None
         record = {"step": step, "score": score, "of": self._of, "digests": digests}
         self.wait()
         with writing("a checkpoint", self._directory):

@@ -322,6 +322,20 @@ def test_tfds_splits_are_checked(cifar10_dir):
         load_source("cifar10", "validation", data_dir=cifar10_dir)
 
 
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("dtype", "first", "message"),
+    [
+        ("float32", 0, r"images of own/train in uint8, 0 to 255, got float32\. Scale them"),
+        ("uint8", 1, r"labels of own/train in \[0, 3\), got 3\. Count classes from 0"),
+    ],
+)
+def test_arrays_that_are_no_images_with_classes_are_refused(dtype, first, message):
+    images, labels = np.ones((3, 2, 2, 1), dtype), np.arange(first, first + 3)
+    with pytest.raises(DataError, match=message):
+        ArraySource("own", "train", ["train"], images, labels, ["x", "y", "z"])
+
+
 def test_a_set_of_ones_own_is_found_by_name():
     def load(split, **_):
         images = np.zeros((2, 6, 6, 3), np.uint8)

@@ -131,6 +131,31 @@ def test_tar_files_are_read_as_webdataset_reads_them(tmp_path):
     assert records.file_names() == [f"{sample['__key__']}.png" for sample in theirs]
 
 
+def test_a_column_of_parquet_may_hold_the_bytes_of_images(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    names, files, _ = zip(*pictures("train"), strict=True)
+    rows = datasets.Dataset.from_dict({"image": list(files), "label": list(names)})
+    rows.to_parquet(tmp_path / "train-0.parquet")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    options = dict(data_dir=str(tmp_path), image_size=8)
+    source = load_source("hugging_face", "train", **options)
+    assert source[0]["label"] == ["9", "10"].index(names[0])
+    assert [source._records[i][0] for i in range(len(files))] == list(files)
+
+
+def test_shards_may_have_the_name_of_their_set_in_front_of_the_split(tmp_path):
+    """As https://huggingface.co/datasets/timm/imagenet-1k-wds: imagenet1k-train-0000.tar."""
+    write_tars(tmp_path)
+    splits = {}
+    for renamed in (False, True):
+        load = lambda split: load_source("webdataset", split, data_dir=str(tmp_path), image_size=8)
+        splits[renamed] = [load(split).read(range(3))[0]["image"] for split in COUNTS]
+        for path in tmp_path.glob("*.tar"):
+            path.rename(tmp_path / f"set1k-{path.name}")
+    for one, other in zip(*splits.values(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize(
     ("name", "files", "message"),
     [

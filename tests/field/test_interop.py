@@ -83,7 +83,7 @@ def test_attention_that_others_do_not_have_is_not_written_in_their_names(options
 def test_the_shorter_side_is_truncated_wherever_it_is_said():
     """timm computes floor(size / crop_pct), DeiT int((256 / 224) * size)."""
     for size in (32, 64, 96, 128, 160, 192, 224, 240, 256, 288, 299, 320, 384, 448, 512, 518):
-        for ratio in (0.8, 0.85, 0.875, 0.888, 0.9, 0.95, 0.965):
+        for ratio in (0.8, 0.85, 0.875, 0.888, 0.9, 0.95, 0.965, 1.0):
             shorter = math.floor(size / ratio)
             found = _folder._preprocessing((size, size, 3), [0.5] * 3, [0.5] * 3, ratio)
             assert found["size"] == {"shortest_edge": shorter}

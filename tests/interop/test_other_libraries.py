@@ -6,8 +6,10 @@ import math
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from adder_flax import interop
+from adder_flax.data import read_image
 from adder_flax.interop import _network
 from adder_flax.interop._names import resize_positions
 from tests.interop.test_weights import close, images, load, make
@@ -299,3 +301,22 @@ def test_a_folder_is_what_auto_model_loads(distilled, options, tmp_path):
     again = make(distilled=distilled, **options)
     assert interop.load_weights(again, tmp_path / "model.safetensors") == ()
     close(again(images()), model(images()))
+
+
+@pytest.mark.parametrize("crop_ratio", [0.875, 1.0])
+@pytest.mark.parametrize(("mode", "channels"), [("RGB", 3), ("L", 1)])
+def test_a_folder_has_photographs_seen_as_evaluations_see_them(
+    mode, channels, crop_ratio, tmp_path
+):
+    transformers = pytest.importorskip("transformers")
+    noise = np.random.default_rng(0).integers(0, 256, (8, 12, 3), dtype=np.uint8)
+    photograph = Image.fromarray(noise).resize((120, 60)).convert(mode)
+    photograph.save(tmp_path / "x.png")
+    statistics = dict(mean=[0.5] * channels, std=[0.25] * channels)
+    options = dict(label_names="abcde", crop_ratio=crop_ratio)
+    interop.save_folder(make(channels=channels), tmp_path, **statistics, **options)
+    theirs = transformers.AutoImageProcessor.from_pretrained(tmp_path)
+    found = theirs(photograph, return_tensors="np")["pixel_values"][0].transpose(1, 2, 0)
+    expected = read_image(tmp_path / "x.png", 12, channels, crop_ratio=crop_ratio)
+    assert found.shape == expected.shape
+    assert np.abs(found - (expected / 255 - 0.5) / 0.25).mean() < 4 / 255  # less than a level

@@ -5,6 +5,7 @@ import json
 
 import jax
 import numpy as np
+import optax.contrib
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
@@ -222,6 +223,21 @@ def test_a_run_starts_from_weights_and_its_average_too(tmp_path):
         lambda x: x.sharding, run.abstract_state["params"]
     )
     assert int(state["step"]) == 0
+
+
+def test_an_optimizer_that_averages_weights_starts_from_those_that_are_read(tmp_path):
+    config = common.deit("multiplicative", "tiny")
+    averages = {"optimizer.name": "schedule_free_adamw", "optimizer.schedule": "constant"}
+    config.update_from_flattened_dict(TINY | averages)
+    run = training.build_run(config)
+    donor = run.model(run.init()["params"])
+    donor.head.bias[...] = donor.head.bias[...] + 3.0
+    interop.save_weights(donor, tmp_path / "own")
+    state = interop.start_from(run, tmp_path / "own")[0].init()
+    is_average = lambda node: isinstance(node, optax.contrib.ScheduleFreeState)
+    [average] = filter(is_average, jax.tree.leaves(state["opt_state"], is_leaf=is_average))
+    for params in (state["params"], state["ema_params"], average.z):
+        np.testing.assert_array_equal(params["head"]["bias"], 3.0 * np.ones(10))
 
 
 @pytest.mark.slow

@@ -59,6 +59,16 @@ def test_a_beam_wide_enough_finds_the_likeliest_sequences(tables):
         np.testing.assert_allclose(values[:10], expected, rtol=1e-5)
 
 
+def test_chances_of_narrow_logits_are_summed_in_float32():
+    logits = np.array([0.0, 1.0, 2.0, 3.3])
+    step = lambda state, last: (state, jnp.tile(jnp.asarray(logits, jnp.bfloat16), (len(last), 1)))
+    options = dict(end_symbol=END, max_length=50, num_beams=1)
+    _, found = beam_search(step, None, 1, **options)
+    rounded = logits.astype(jnp.bfloat16).astype(np.float64)
+    expected = 50 * (rounded.max() - np.log(np.exp(rounded).sum()))
+    np.testing.assert_allclose(found, [[expected]], rtol=1e-5)
+
+
 def test_one_beam_is_greedy_decoding(tables):
     step, state = step_of(tables, len(tables))
     one, _ = beam_search(step, state, len(tables), num_beams=1, **OPTIONS)

@@ -1,6 +1,7 @@
 """What is saved is what is restored, or it is said; who only reads changes nothing."""
 
 import logging
+import math
 import os
 import resource
 import shutil
@@ -65,9 +66,10 @@ def same(state, step):
     return all(jax.tree.leaves(alike))
 
 
-def test_the_best_and_the_last_checkpoint_are_kept(tmp_path):
+@pytest.mark.parametrize("none", [None, math.nan])
+def test_the_best_and_the_last_checkpoint_are_kept(none, tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
-        for step, score in enumerate([0.1, 0.9, 0.3, None]):
+        for step, score in enumerate([none, 0.9, none, 0.3]):
             checkpoints.save(step, make_state(step), score=score)
             checkpoints.wait()
         assert (checkpoints.steps, checkpoints.best_step) == ([1, 3], 1)
