@@ -1,7 +1,7 @@
 """How far optimizers are from the oracle: the exact layerwise Gauss-Newton step of `kfac.oracle`.
 
     python -m benchmarks.oracle  # writes results/oracle_digits, five minutes of two busy cores
-    python -m benchmarks.oracle --networks=vit --trials=3 --steps=100 --out=runs/oracle  # half an hour
+    python -m benchmarks.oracle --networks=vit --trials=3 --steps=100 --out=runs/oracle
 
 Every arm sees all examples at every step, without augmentation, decay or clipping by norm, and
 follows a cosine without warm-up: what differs is what it makes of the same gradient. An arm is the
