@@ -110,8 +110,12 @@ def rivals(
         print(f"left out: OpenVINO, for want of {error.name}", file=sys.stderr)
         return
     limits = {"INFERENCE_NUM_THREADS": cores(), "PERFORMANCE_HINT": "LATENCY"}
-    for path, kind in zip(paths, ("float32", "int8"), strict=True):
-        compiled = openvino.Core().compile_model(path, "CPU", limits)
+    processor, kinds = openvino.Core(), {"float32": (paths[0], "f32"), "int8": (paths[1], "f32")}
+    if "BF16" in processor.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        kinds |= {"bfloat16": (paths[0], "bf16"), "int8 and bfloat16": (paths[1], "bf16")}
+    for kind, (path, precision) in kinds.items():
+        settings = {**limits, "INFERENCE_PRECISION_HINT": precision}
+        compiled = processor.compile_model(path, "CPU", settings)
         yield f"OpenVINO, {kind}", functools.partial(compiled, [array])
 
 

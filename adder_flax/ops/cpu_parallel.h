@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <thread>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -44,6 +45,8 @@ void ParallelFor(ffi::ThreadPool& pool, int64_t count, const std::function<void(
   const int64_t helpers = std::min(pool.num_threads(), count) - 1;
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule([state] { state->TakeItems(); });
   state->TakeItems();
+  // What is left ends soon, mostly before a thread that sleeps would be awake again.
+  for (int i = 0; i < 200 && state->finished != count; ++i) std::this_thread::yield();
   std::unique_lock<std::mutex> lock(state->mutex);
   state->all_finished.wait(lock, [&] { return state->finished == count; });
 }

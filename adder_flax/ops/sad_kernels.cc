@@ -31,7 +31,9 @@ namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Vectors: kLanes columns of kStep bytes. A tile is as large as the registers hold: kRows x kVecs vectors of sums, those of
-// the panel, the broadcast bytes and a distance.
+// the panel, the broadcast bytes and a distance. Vectors come in pairs, of even and of odd columns: Join puts the sums of
+// two next to each other, without a shuffle (x86 often has one unit for it, that of `psadbw`) from AVX2 on. Forms that look
+// alike make compilers store the sums at every step, which a test looks for.
 // ---------------------------------------------------------------------------------------------------------------------
 
 constexpr int kStep = 8;  // bytes of a row in one lane
@@ -47,35 +49,37 @@ inline int64_t Read(const uint8_t* p) {
 
 #if defined(__AVX512BW__)
 using Vec = __m512i;
-constexpr int kLanes = 8, kRows = 6, kVecs = 4;
+constexpr int kLanes = 8, kRows = 4, kVecs = 6;
 inline Vec Load(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline Vec Broadcast(const uint8_t* p) { return _mm512_set1_epi64(Read(p)); }
 inline Vec AddDistances(Vec sums, Vec a, Vec b) { return _mm512_add_epi64(sums, _mm512_sad_epu8(a, b)); }
-inline Ints<kLanes> Narrow(Vec sums) { return (Ints<kLanes>)_mm512_cvtepi64_epi32(sums); }
+inline Vec Join(Vec even, Vec odd) { return _mm512_or_si512(even, _mm512_slli_epi64(odd, 32)); }
 #elif defined(__AVX2__)
 using Vec = __m256i;
 constexpr int kLanes = 4, kRows = 6, kVecs = 2;
 inline Vec Load(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline Vec Broadcast(const uint8_t* p) { return _mm256_set1_epi64x(Read(p)); }
 inline Vec AddDistances(Vec sums, Vec a, Vec b) { return _mm256_add_epi64(sums, _mm256_sad_epu8(a, b)); }
-inline Ints<kLanes> Narrow(Vec sums) {
-  const __m256i low_halves = _mm256_permutevar8x32_epi32(sums, _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6));
-  return (Ints<kLanes>)_mm256_castsi256_si128(low_halves);
-}
+inline Vec Join(Vec even, Vec odd) { return _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA); }
 #elif defined(__SSE2__)
 using Vec = __m128i;
 constexpr int kLanes = 2, kRows = 6, kVecs = 2;
 inline Vec Load(const uint8_t* p) { return _mm_loadu_si128((const __m128i*)p); }
 inline Vec Broadcast(const uint8_t* p) { return _mm_set1_epi64x(Read(p)); }
 inline Vec AddDistances(Vec sums, Vec a, Vec b) { return _mm_add_epi64(sums, _mm_sad_epu8(a, b)); }
-inline Ints<kLanes> Narrow(Vec sums) { return (Ints<kLanes>)_mm_cvtsi128_si64(_mm_shuffle_epi32(sums, 0x88)); }
+inline Vec Join(Vec even, Vec odd) {
+  return _mm_unpacklo_epi32(_mm_shuffle_epi32(even, 0x88), _mm_shuffle_epi32(odd, 0x88));
+}
 #elif defined(__aarch64__)
 using Vec = uint16x8_t;  // four partial sums of each column
-constexpr int kLanes = 2, kRows = 6, kVecs = 3;
+constexpr int kLanes = 2, kRows = 6, kVecs = 2;
 inline uint8x16_t Load(const uint8_t* p) { return vld1q_u8(p); }
 inline uint8x16_t Broadcast(const uint8_t* p) { return vreinterpretq_u8_s64(vdupq_n_s64(Read(p))); }
 inline Vec AddDistances(Vec sums, uint8x16_t a, uint8x16_t b) { return vpadalq_u8(sums, vabdq_u8(a, b)); }
-inline Ints<kLanes> Narrow(Vec sums) { return (Ints<kLanes>)vmovn_u64(vpaddlq_u32(vpaddlq_u16(sums))); }
+inline uint32x4_t Join(Vec even, Vec odd) {
+  const uint64x2_t low = vpaddlq_u32(vpaddlq_u16(even)), high = vpaddlq_u32(vpaddlq_u16(odd));
+  return vreinterpretq_u32_u64(vsliq_n_u64(low, high, 32));
+}
 #else
 using Vec = int64_t;
 constexpr int kLanes = 1, kRows = 4, kVecs = 2;
@@ -85,29 +89,35 @@ inline Vec AddDistances(Vec sums, Vec a, Vec b) {
   for (int i = 0; i < 64; i += 8) sums += std::abs(int(a >> i & 255) - int(b >> i & 255));
   return sums;
 }
-inline Ints<kLanes> Narrow(Vec sums) { return Ints<kLanes>{static_cast<int32_t>(sums)}; }
+inline Vec Join(Vec even, Vec odd) { return even | odd << 32; }
 #endif
+
+using Pair = Ints<2 * kLanes>;
 
 constexpr int kWidth = kVecs * kLanes;  // columns of a panel
 // Longest piece of a sum: a panel stays in the first-level cache, and NEON's 16-bit lanes, to which a step adds at most
 // 2 x 255, hold the 128 steps of one.
 constexpr int64_t kPiece = 1024;
+constexpr int64_t kChunk = 48;  // rows, a multiple of kRows
 
 // ---------------------------------------------------------------------------------------------------------------------
 // A block of one matrix
 // ---------------------------------------------------------------------------------------------------------------------
 
-struct Sizes {
-  int64_t rows, columns, terms;
-};
+// Where a panel has a column: even and odd ones of 2 * kLanes are in a vector each.
+constexpr int64_t Place(int64_t column) {
+  const int64_t in_pair = column % (2 * kLanes);
+  return column - in_pair + in_pair % 2 * kLanes + in_pair / 2;
+}
 
-// Copies `terms` of each of `columns` rows of w to panel[step][column][kStep]; what is beyond either is zero, as it is in x.
+// Copies `terms` of each of `columns` rows of w to panel[step][Place(column)][kStep]; what is beyond either is zero, as it
+// is in x.
 inline void Pack(const uint8_t* w, int64_t stride, int64_t columns, int64_t terms, uint8_t* panel) {
   const int64_t whole = terms / kStep * kStep;
   if (columns < kWidth || whole < terms) std::memset(panel, 0, (terms + kStep - 1) / kStep * kStep * kWidth);
   for (int64_t column = 0; column < columns; ++column) {
     const uint8_t* row = w + column * stride;
-    uint8_t* target = panel + column * kStep;
+    uint8_t* target = panel + Place(column) * kStep;
     for (int64_t k = 0; k < whole; k += kStep) std::memcpy(target + k * kWidth, row + k, kStep);
     std::memcpy(target + whole * kWidth, row + whole, terms - whole);
   }
@@ -142,16 +152,16 @@ struct Target {
   }
   // With indices that the compiler knows early: it keeps the totals in registers then.
   const auto write = [&](auto i) {
-    constexpr int kRow = decltype(i)::value / kVecs, kVec = decltype(i)::value % kVecs;
+    constexpr int kRow = decltype(i)::value / (kVecs / 2), kVec = decltype(i)::value % (kVecs / 2) * 2;
     int32_t* place = target.y + kRow * target.stride + kVec * kLanes;
-    Ints<kLanes> sums = Narrow(totals[kRow][kVec]), before;
+    Pair sums = (Pair)Join(totals[kRow][kVec], totals[kRow][kVec + 1]), before;
     if (target.add) {
       std::memcpy(&before, place, sizeof before);
       sums += before;
     }
     std::memcpy(place, &sums, sizeof sums);
   };
-  Unrolled(write, std::make_integer_sequence<int, kRows * kVecs>());
+  Unrolled(write, std::make_integer_sequence<int, kRows * kVecs / 2>());
 }
 
 // The same where a tile has fewer rows, fewer columns, or an end within a step.
@@ -192,34 +202,21 @@ void SumRows(const uint8_t* x, int64_t stride, int64_t rows, const uint8_t* pane
   }
 }
 
-// y[m, n] = sum over k of |x[m, k] - w[n, k]| for rows of x from first_row to end_row, and of w likewise.
-void SumBlock(const uint8_t* x, const uint8_t* w, int32_t* y, const Sizes& size, int64_t first_row, int64_t end_row,
-              int64_t first_column, int64_t end_column) {
-  alignas(64) uint8_t panel[kPiece * kWidth];
-  for (int64_t column = first_column; column < end_column; column += kWidth) {
-    const int64_t columns = std::min<int64_t>(kWidth, end_column - column);
-    for (int64_t k = 0; k < size.terms; k += kPiece) {
-      const int64_t terms = std::min(kPiece, size.terms - k);
-      Pack(w + column * size.terms + k, size.terms, columns, terms, panel);
-      SumRows(x + first_row * size.terms + k, size.terms, end_row - first_row, panel, columns, terms,
-              {y + first_row * size.columns + column, size.columns, k > 0});
-    }
-  }
-}
+inline int64_t Divide(int64_t a, int64_t b) { return (a + b - 1) / b; }  // rounded up
 
-// Memory of this thread, for one use at a time. It is kept: the system clears what it hands out anew.
+// Memory of this thread, for one use at a time, from the begin of a cache line. It is kept: the system clears what it hands
+// out anew.
 enum class Use { kPanels, kBytes, kSums, kNumbers, kExcess, kValues };
 
 template <class T, Use use>
 T* Room(int64_t count) {
+  constexpr int64_t kLine = 64;
   thread_local std::vector<T> room;
-  if (static_cast<int64_t>(room.size()) < count) room.resize(count);
-  return room.data();
+  if (static_cast<int64_t>(room.size()) < count + kLine) room.resize(count + kLine);
+  return reinterpret_cast<T*>(Divide(reinterpret_cast<int64_t>(room.data()), kLine) * kLine);
 }
 
-inline int64_t Divide(int64_t a, int64_t b) { return (a + b - 1) / b; }  // rounded up
-
-// All panels of a matrix, packed once for all rows.
+// All panels of a matrix w of (columns, terms), packed once for all rows.
 class Panels {
  public:
   Panels(int64_t columns, int64_t terms)
@@ -229,22 +226,32 @@ class Panels {
   int64_t count() const { return Divide(columns_, kWidth); }
   int64_t width() const { return count() * kWidth; }  // of a row of sums
 
-  void Fill(int64_t panel, const uint8_t* w) {
-    const int64_t column = panel * kWidth;
-    Pack(w + column * terms_, terms_, std::min<int64_t>(kWidth, columns_ - column), terms_, &room_[panel * bytes_]);
+  void Fill(const uint8_t* w) const {
+    for (int64_t panel = 0; panel < count(); ++panel) {
+      const int64_t column = panel * kWidth;
+      Pack(w + column * terms_, terms_, std::min<int64_t>(kWidth, columns_ - column), terms_, &room_[panel * bytes_]);
+    }
   }
 
-  // The sums of rows of bytes, `terms` each, in rows of width().
-  void Sum(const uint8_t* x, int64_t rows, int32_t* sums) const {
-    for (int64_t panel = 0; panel < count(); ++panel) {
-      for (int64_t k = 0; k < terms_; k += kPiece) {
-        SumRows(x + k, terms_, rows, &room_[panel * bytes_ + k * kWidth], kWidth, std::min(kPiece, terms_ - k),
-                {sums + panel * kWidth, width(), k > 0});
+  // y[m, n] = sum over k of |x[m, k] - w[n, k]|, in rows of width(), or of `stride`, which have the columns of w alone.
+  void Sum(const uint8_t* x, int64_t rows, int32_t* y) const { Sum(x, rows, y, width(), width()); }
+
+  void Sum(const uint8_t* x, int64_t rows, int32_t* y, int64_t stride) const { Sum(x, rows, y, stride, columns_); }
+
+ private:
+  // Some rows at a time: they and what is written of them stay in the first-level cache.
+  void Sum(const uint8_t* x, int64_t rows, int32_t* y, int64_t stride, int64_t columns) const {
+    for (int64_t row = 0; row < rows; row += kChunk, x += kChunk * terms_, y += kChunk * stride) {
+      for (int64_t panel = 0; panel < count(); ++panel) {
+        for (int64_t k = 0; k < terms_; k += kPiece) {
+          SumRows(x + k, terms_, std::min(kChunk, rows - row), &room_[panel * bytes_ + k * kWidth],
+                  std::min<int64_t>(kWidth, columns - panel * kWidth), std::min(kPiece, terms_ - k),
+                  {y + panel * kWidth, stride, k > 0});
+        }
       }
     }
   }
 
- private:
   int64_t columns_, terms_, bytes_;
   uint8_t* room_;
 };
@@ -264,7 +271,7 @@ inline float Clamp(float x, float lowest, float highest) {
 // f(0) ... f(count - 1) joined, in lanes whose number no processor changes.
 template <class Join, class F>
 inline float Reduce(int64_t count, float first, Join&& join, F&& f) {
-  constexpr int kParts = 16;
+  constexpr int kParts = 32;
   float part[kParts];
   std::fill(part, part + kParts, first);
   int64_t i = 0;
@@ -308,7 +315,7 @@ inline float Erf(float x, float most) {
   return x * above / below;
 }
 
-// e^x of x <= 0, by Cephes' polynomial for what is left of a power of two; `least` is End(-87).
+// e^x of x <= 0, by Cephes' polynomial for what is left of a power of two; `least` is End(-60).
 inline float Exp(float x, float least) {
   x = x < least ? least : x;
   const float n = Nearest(x * 1.44269504f), r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -405,11 +412,11 @@ class Head {
         std::memcpy(target, value + j * heads * value_width + first, count * sizeof(float));
       }
     }
-    for (int64_t panel = 0; panel < panels_.count(); ++panel) panels_.Fill(panel, bytes);
+    panels_.Fill(bytes);
   }
 
   void Mix(const float* query, int64_t rows, float factor, float* y) const {
-    constexpr int64_t kTogether = 4 * kRows;  // their sums stay in the first-level cache, for some hundred keys
+    constexpr int64_t kTogether = kChunk / 2;  // their sums stay in the first-level cache, for some hundred keys
     const int64_t stride = panels_.width();
     uint8_t* bytes = Room<uint8_t, Use::kBytes>(kTogether * width_);
     int32_t* sums = Room<int32_t, Use::kSums>(kTogether * stride);
@@ -421,8 +428,8 @@ class Head {
       float total[kTogether];
       for (int64_t r = 0; r < count; ++r) total[r] = Weights(&sums[r * stride], factor, &weights[r * stride]);
       for (int64_t r = count; r % kRows != 0; ++r) std::memset(&weights[r * stride], 0, keys_ * sizeof(float));
-      for (int64_t r = 0; r < count; r += kRows) {
-        for (int64_t first = 0; first < value_width_; first += kMixed) {
+      for (int64_t first = 0; first < value_width_; first += kMixed) {
+        for (int64_t r = 0; r < count; r += kRows) {
           float mixed[kRows][kMixed];
           MixTile(&weights[r * stride], stride, &values_[first * keys_], keys_, mixed[0]);
           for (int64_t i = 0; i < std::min<int64_t>(kRows, count - r); ++i) {
@@ -437,14 +444,14 @@ class Head {
 
  private:
   // What a row of sums weighs, but for its total, which is returned.
-  float Weights(const int32_t* __restrict sums, float factor, float* __restrict weights) const {
+  [[gnu::noinline]] float Weights(const int32_t* __restrict sums, float factor, float* __restrict weights) const {
     const float lowest = -std::numeric_limits<float>::infinity(), step = grid_.step;
     const float* __restrict beyond = excess_;
     const auto larger = [](float a, float b) { return a > b ? a : b; };
     const float largest = Reduce(keys_, lowest, larger, [&](int64_t j) {
       return weights[j] = -(static_cast<float>(sums[j]) * step + beyond[j]) * factor;
     });
-    const float least = End(-87.0f);
+    const float least = End(-60.0f);
     return Total(keys_, [&](int64_t j) { return weights[j] = Exp(weights[j] - largest, least); });
   }
 
@@ -480,33 +487,28 @@ int64_t Offset(ffi::Span<const int64_t> shape, ffi::Span<const int64_t> batch, i
 // y (..., M, N) of x (..., M, K) and w (..., N, K).
 ffi::Error Sad(ffi::ThreadPool pool, Bytes x, Bytes w, Sums y) {
   constexpr int64_t kSerialTerms = 1 << 20;  // some 10 us of work: waking another thread takes as long
-  constexpr int64_t kBlockBytes = 1 << 18;   // of x, half of a small second-level cache
   const auto shape = y->dimensions();
-  const Sizes size{shape[shape.size() - 2], shape[shape.size() - 1], x.dimensions().back()};
+  const int64_t rows = shape[shape.size() - 2], columns = shape[shape.size() - 1], terms = x.dimensions().back();
   const int64_t outputs = y->element_count();
   if (outputs == 0) return ffi::Error::Success();
-  if (size.terms == 0) {
+  if (terms == 0) {
     std::memset(y->typed_data(), 0, y->size_bytes());
     return ffi::Error::Success();
   }
-  const bool serial = outputs * size.terms <= kSerialTerms;
-  const int64_t batch = outputs / (size.rows * size.columns);
+  const bool serial = outputs * terms <= kSerialTerms;
+  const int64_t batch = outputs / (rows * columns);
   // Panels are dealt out first: what is packed then is packed once.
-  int64_t wanted = serial ? 1 : Divide(PiecesFor(pool), batch);
-  const int64_t panels = Divide(size.columns, kWidth), group = Divide(panels, std::min(wanted, panels)) * kWidth;
-  const int64_t groups = Divide(size.columns, group);
-  wanted = Divide(wanted, groups);
-  // Rows of x are read again for each panel: from the second-level cache.
-  const int64_t tiles = Divide(size.rows, kRows), most = Divide(kBlockBytes, std::min(size.terms, kPiece) * kRows);
-  const int64_t chunk = std::min(Divide(tiles, std::min(wanted, tiles)), most) * kRows;
-  const int64_t chunks = Divide(size.rows, chunk);
+  const int64_t wanted = serial ? 1 : Divide(PiecesFor(pool), batch), panels = Divide(columns, kWidth);
+  const int64_t group = Divide(panels, std::min(wanted, panels)) * kWidth, groups = Divide(columns, group);
+  const int64_t piece = RowsOf(rows, Divide(wanted, groups)), pieces = Divide(rows, piece);
   const auto run = [&](int64_t item) {
-    const int64_t member = item / (groups * chunks), row = item / groups % chunks * chunk, column = item % groups * group;
-    SumBlock(x.typed_data() + Offset(x.dimensions(), shape, member), w.typed_data() + Offset(w.dimensions(), shape, member),
-             y->typed_data() + member * size.rows * size.columns, size, row, std::min(row + chunk, size.rows), column,
-             std::min(column + group, size.columns));
+    const int64_t member = item / (groups * pieces), row = item / groups % pieces * piece, column = item % groups * group;
+    const Panels own(std::min(group, columns - column), terms);
+    own.Fill(w.typed_data() + Offset(w.dimensions(), shape, member) + column * terms);
+    own.Sum(x.typed_data() + Offset(x.dimensions(), shape, member) + row * terms, std::min(piece, rows - row),
+            y->typed_data() + (member * rows + row) * columns + column, columns);
   };
-  const int64_t count = batch * groups * chunks;
+  const int64_t count = batch * groups * pieces;
   if (serial) {
     for (int64_t item = 0; item < count; ++item) run(item);
   } else {
@@ -526,9 +528,9 @@ ffi::Error SadNorm(ffi::ThreadPool pool, ffi::AnyBuffer x, Bytes w, Numbers tabl
   const float* excess = table.typed_data();
   const Layer layer{columns, grid.step, excess, excess + columns, excess + 2 * columns, epsilon, gelu};
   const bool is_bytes = x.element_type() == ffi::DataType::U8;
-  Panels panels(columns, terms);
-  ParallelFor(pool, panels.count(), [&](int64_t panel) { panels.Fill(panel, w.typed_data()); });
-  const int64_t piece = std::min<int64_t>(RowsOf(rows, PiecesFor(pool)), 8 * kRows);
+  const Panels panels(columns, terms);
+  panels.Fill(w.typed_data());
+  const int64_t piece = std::min(RowsOf(rows, PiecesFor(pool)), kChunk);
   ParallelFor(pool, Divide(rows, piece), [&](int64_t item) {
     const int64_t first = item * piece, count = std::min(piece, rows - first);
     int32_t* sums = Room<int32_t, Use::kSums>(count * panels.width());
@@ -597,7 +599,7 @@ int64_t AdderFlaxBoundSad(int64_t loop, int64_t iterations) {
   }
   volatile int32_t used = 0;  // else none of them would be summed
   for (auto& row : totals) {
-    for (Vec& total : row) used = used + Narrow(total)[0];
+    for (Vec& total : row) used = used + ((Pair)Join(total, total))[0];
   }
   return iterations * kRows * kWidth * kStep;
 }

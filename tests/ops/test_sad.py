@@ -427,7 +427,8 @@ def test_the_inner_loop_holds_its_sums_in_registers(tmp_path, name, distances):
     (code,) = (code for title, code in _functions_of(tmp_path / "code.o") if "SumTile" in title)
     lines = code.splitlines()
     of_bytes = [i for i, line in enumerate(lines) if "psadbw" in line]
-    loop = lines[of_bytes[0] : of_bytes[-1]]
+    end = next(i for i in range(of_bytes[-1], len(lines)) if "\tj" in lines[i])
+    loop = lines[of_bytes[0] : end]
     assert len(of_bytes) == distances
     assert sum("paddq" in line for line in loop) > 0.8 * distances
     assert not [line for line in loop if "(%rsp" in line or "call" in line]
