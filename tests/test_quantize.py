@@ -11,7 +11,7 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from adder_flax import interop, layers, quantized, training
+from adder_flax import interop, layers, quantized, report, training
 from adder_flax.app import modes
 from adder_flax.experiments import common, g2p
 from tests.data.files import write_dictionary
@@ -70,6 +70,28 @@ def test_eval_and_predict_take_what_quantize_wrote(workdir, tmp_path, capsys):
         if "classes" in line
     ]
     assert taken == [run.eval_source.label_names[i] for i in logits.argmax(-1)]
+
+
+def test_a_report_looks_at_what_quantize_wrote(workdir, monkeypatch, capsys):
+    families = ["identities", "fisher", "second-order"]
+    write, studies = report.write_study, []
+
+    def write_study(study, out_dir):
+        studies.append(study)
+        return write(study, out_dir, families=families)
+
+    monkeypatch.setattr(report, "write_study", write_study)
+    modes.analyze(config_of(), workdir, "last", weights="int8")
+    assert (workdir / "report-int8" / "report.html").exists()
+    verdicts = dict(line.split(": ") for line in capsys.readouterr().out.splitlines()[:-1])
+    # What its grid holds, and what small changes of parameters tell of no step function.
+    assert verdicts["temperature"] == verdicts["bias-scalar"] == "holds"
+    assert verdicts["fisher"] == verdicts["second-order"] == "not measured"
+    (study,) = studies
+    assert study.subject.name == "digits, adder attention, int8"
+    said = header_of(workdir / "int8.safetensors")["notes"]["scores"]["int8"]["eval/accuracy"]
+    right = study.answers.predicted == study.answers.labels
+    assert np.mean(right) == pytest.approx(said, abs=1e-6)
 
 
 @pytest.mark.slow

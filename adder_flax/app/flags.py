@@ -70,7 +70,7 @@ _OF_MODES = {
     ),
     "weights": (
         None,
-        ("quantize", "eval", "predict", "export"),
+        ("quantize", "eval", "analyze", "predict", "export"),
         "those of a checkpoint in so many bits, which --mode=quantize writes (int8 by default) and "
         "the others read",
     ),
@@ -191,7 +191,7 @@ def _call_mode(workdir: str, start_time: float) -> None:
             of_what = given.split, given.data, given.labels
             modes.evaluate(config, workdir, given.checkpoint, *of_what, weights=given.weights)
         case "analyze":
-            modes.analyze(config, workdir, given.checkpoint, given.baseline)
+            modes.analyze(config, workdir, given.checkpoint, given.baseline, given.weights)
         case "predict":
             places = given.images, given.predictions, given.overlay
             modes.predict(config, workdir, given.checkpoint, *places, weights=given.weights)

@@ -539,14 +539,22 @@ _WHOLE = {
 
 
 def analyze(
-    config: Any, workdir: str | Path, checkpoint: str, baseline: str | Path | None = None
+    config: Any,
+    workdir: str | Path,
+    checkpoint: str,
+    baseline: str | Path | None = None,
+    weights: str | None = None,
 ) -> None:
     """Measures the papers' claims on a checkpoint, beside a baseline, and writes a report."""
     _require_one_process("analyze")
     other = None if baseline is None else _baseline(config, baseline)
     trained = _restore_to_study(config, workdir, checkpoint)
+    if weights:
+        few, _ = _in_few_bits(trained.run, workdir, weights)
+        trained = trained._replace(name=f"{trained.name}, {weights}", few=few)
     study = report.STUDIES.get(trained.run.settings.task.name)(trained, other)
-    written = report.write_study(study, Path(workdir) / "report")
+    name = f"report-{weights}" if weights else "report"
+    written = report.write_study(study, Path(workdir) / name)
     print(*(f"{claim.name}: {claim.verdict}" for claim in written.claims), sep="\n")
     print(f"report at {written.page}")
 

@@ -9,7 +9,7 @@ from adder_flax.quantized._adder import (
     quantize_weights,
 )
 from adder_flax.quantized._linear import AdderLinear, Mlp
-from adder_flax.quantized._model import empty_like, quantize_model
+from adder_flax.quantized._model import empty_like, in_few_bits, quantize_model
 from adder_flax.quantized._scores import byte_score, byte_scores, calibrate_scores
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "calibrate",
     "calibrate_scores",
     "empty_like",
+    "in_few_bits",
     "quantize",
     "quantize_model",
     "quantize_weights",

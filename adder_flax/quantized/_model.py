@@ -83,6 +83,22 @@ def quantize_model(model: nnx.Module, *inputs: Any, bits: int = 8) -> nnx.Module
     return _exchange(model, layer_of, grid_of)
 
 
+def in_few_bits(model: nnx.Module) -> bool:
+    """Whether a model has layers or scores in few bits, so that its answers move in steps.
+
+    Example:
+      >>> in_few_bits(layers.AdderLinear(8, 4, rngs=nnx.Rngs(0)))
+      False
+    """
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, AdderLinear):
+            return True
+        score = getattr(getattr(module, "settings", None), "score", None)
+        if isinstance(score, attention.Score) and score.attended is not None:
+            return True
+    return False
+
+
 def empty_like(model: nnx.Module, bits: int) -> tuple[nnx.GraphDef, nnx.State]:
     """Structure and shapes of what `quantize_model` makes of a model, which may be abstract."""
     graphdef, state = nnx.split(model)

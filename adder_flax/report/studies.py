@@ -33,15 +33,20 @@ _STUDIED_STEPS = 3
 
 
 class Trained(NamedTuple):
-    """A run at a checkpoint, with its name in captions and the state that was restored."""
+    """A run at a checkpoint, with its name in captions and the state that was restored; `few` is
+    what ``--mode=quantize`` made of it, where that is looked at in its place.
+    """
 
     name: str
     run: "Run"
     state: Any
+    few: nnx.Module | None = None
 
     @property
     def model(self) -> nnx.Module:
         """The model that is evaluated."""
+        if self.few is not None:
+            return self.few
         from adder_flax.training import evaluation_params  # figures are drawn without what trains
 
         return self.run.model(evaluation_params(self.state))
@@ -78,6 +83,7 @@ def study_classification(trained: Trained, baseline: Trained | None) -> ImageStu
     (images,) = map(np.asarray, run.task.inputs(batch))
     options: Any = dict(num_steps=_STUDIED_STEPS, derivatives=not has_prototypes(model))
     steps = lambda state: list(second_order_along(run, state, **options))
+    starts = {"from the start": start, "from the checkpoint": trained.state}
     return study_images(
         observe(trained.name, model, images),
         batch["label"],
@@ -86,7 +92,8 @@ def study_classification(trained: Trained, baseline: Trained | None) -> ImageStu
         untrained=observe("untrained", run.model(start["params"]), images),
         pictures=batch["image"],
         label_names=source.label_names,
-        second_order={"from the start": steps(start), "from the checkpoint": steps(trained.state)},
+        # What is in few bits does not train.
+        second_order={} if trained.few else {at: steps(state) for at, state in starts.items()},
         peak_learning_rate=run.config.optimizer.learning_rate,
         answers=_answers(run, model, source),
     )

@@ -26,7 +26,8 @@ def judge(study: Study) -> Findings:
     """How far maps move when biases and factors change."""
     index = len(study.subject.captured.blocks) // 2
     module, block = study.subject.attention(index), study.subject.captured.blocks[index]
-    where = f"block {index + 1} of this model ({module.settings.score} score)"
+    score = attention.get_score(module.settings.score).name
+    where = f"block {index + 1} of this model ({score} score)"
     moves, (entropies, most) = _moves(module, block), _inner_biases()
     claims = [*_identity_claims(where, *moves.values()), *_additive_claims(entropies, most)]
     return Findings(claims, [_identity_picture(where, moves, entropies)])
@@ -38,7 +39,7 @@ def _live_map(
     """The map of its own queries and keys, weights scaled so that scores grow by ``alpha``."""
     query, key = (jnp.swapaxes(jnp.asarray(x), 1, 2) for x in (block.query, block.key))
     parameters = {name: parameter[...] for name, parameter in module.score.items()}
-    score = module.settings.score
+    score = attention.get_score(module.settings.score).name
     if score in ("additive", "bilinear"):
         name = "v" if score == "additive" else "kernel"
         parameters[name] = alpha * parameters[name]
@@ -47,7 +48,10 @@ def _live_map(
     else:  # distances: the L1 one grows like its arguments, the squared one like their square
         factor = alpha if score == "adder" else alpha**0.5
         query, key = factor * query, factor * key
-    options |= dict(score=score, parameters=parameters, scale=module.settings.scale)
+        # The grid of a score in few bits grows like its arguments.
+        for name in parameters.keys() & {"lowest", "step"}:
+            parameters[name] = factor * parameters[name]
+    options |= dict(score=module.settings.score, parameters=parameters, scale=module.settings.scale)
     options |= dict(score_options=module.settings.score_options, identity=False)
     _, weights = attention.attend(query, key, key, return_weights=True, **options)
     return np.asarray(weights, np.float64)
