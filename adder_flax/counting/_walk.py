@@ -51,6 +51,8 @@ _UPDATES = {
     "addupdate": (ADD, 1),
     **dict.fromkeys(("scatter-add", "scatter_add"), (ADD, 2)),
     **dict.fromkeys(("scatter-mul", "scatter_mul"), (MULTIPLY, 2)),
+    **dict.fromkeys(("scatter-max", "scatter_max"), (COMPARE, 2)),
+    **dict.fromkeys(("scatter-min", "scatter_min"), (COMPARE, 2)),
 }
 
 # The result is the operand seen through other strides: nothing moves.
@@ -137,7 +139,7 @@ def walk(jaxpr: Any, tally: Tally, layer_of: Callable[[str], str], outer: str = 
             # Of a sum over pairs its formula, whatever kernel would run.
             formula = ops.formula(equation)
             inner = [formula.jaxpr] if formula else jaxprs.inner_programs(equation)
-            if inner:
+            if inner and name not in _UPDATES:  # these hold the operation on one element
                 _walk_inner(equation, inner, tally, layer_of, stack)
                 continue
             _count(equation, tally, layer)
@@ -225,6 +227,8 @@ def _walk_inner(
         times = math.prod(params["grid_mapping"].grid)
     elif name == "reduce":
         times = size(equation.invars[0])
+    elif name == "reduce_window":
+        times = size(equation.outvars[0]) * math.prod(params["window_dimensions"])
     elif name == "while":
         tally.uncounted["while: trips beyond the first"] += 1
     for part in parts:

@@ -89,11 +89,6 @@ class Weights(NamedTuple):
     positions: Float[Array, "*losses"]  # w
     total: Float[Array, ""]  # T
 
-    @property
-    def examples(self) -> Float[Array, " batch"]:
-        """Σ w of each example."""
-        return self.positions.reshape(len(self.positions), -1).sum(1)
-
     def shares(self) -> Float[Array, "*losses"]:
         """N w / T: how much each position counts in the mean of N losses."""
         return len(self.positions) * self.positions / jnp.where(self.total > 0, self.total, 1)
@@ -155,6 +150,8 @@ def output_cotangents(
             f"expected weights of the shape of the losses, {outputs.shape[:-1]} for outputs of "
             f"shape {outputs.shape}, got {share.shape}; broadcast them."
         )
+    # Of bfloat16 draws would be so coarse that rare classes never come.
+    outputs = outputs.astype(jnp.promote_types(outputs.dtype, jnp.float32))
     # The Hessian of share · ℓ is share times that of ℓ, and c enters squared: hence the roots.
     root = outputs[0, ..., 0].size ** -0.5 if share is None else jnp.sqrt(share)[..., None]
     if fisher == "enumerate":

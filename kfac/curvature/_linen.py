@@ -78,11 +78,21 @@ def watch() -> contextlib.AbstractContextManager:
 
         base = "/".join(module.path)
         given = list(inspect.signature(context.orig_method).bind(*args, **kwargs).arguments.items())
+        has_state = bool(state) or not _is_hashable(call)
         return tap_registered(
-            capture, registration, base, module, own, call, run, rerun, bool(state), given
+            capture, registration, base, module, own, call, run, rerun, has_state, given
         )
 
     return nn.intercept_methods(intercept)
+
+
+def _is_hashable(call: _Call) -> bool:
+    """Whether there are no arrays among a module's attributes, such as a convolution's mask."""
+    try:
+        hash(call)
+    except TypeError:
+        return False
+    return True
 
 
 # `flax.serialization` knows named tuples, as the rest of the optimizer's state is, but no other

@@ -13,7 +13,9 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx, traverse_util
 
 from kfac.curvature._capture import current_capture
@@ -96,13 +98,18 @@ def _tapped_method(original: Callable, registration: Registration) -> Callable:
 
 
 def _variables(module: nnx.Module, deep: bool) -> tuple[dict[str, Array], bool]:
-    """The parameters of a module, of its submodules too if deep; and whether it holds others."""
+    """The parameters of a module, of its submodules too if deep; and whether it holds others.
+
+    Arrays as they are, such as the mask of a convolution, are others, too.
+    """
     graph = vars(module)
     if deep:
         graph = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(module)}
     found = {name: node for name, node in graph.items() if isinstance(node, nnx.Variable)}
     own = {n: node.get_raw_value() for n, node in found.items() if isinstance(node, nnx.Param)}
-    return {n: array for n, array in own.items() if array is not None}, len(own) < len(found)
+    arrays = any([isinstance(node, jax.Array | np.ndarray) for node in graph.values()])
+    others = arrays or len(own) < len(found)
+    return {n: array for n, array in own.items() if array is not None}, others
 
 
 def split(loss_fn: Callable, params: Any, args: tuple, has_aux: bool) -> OfArrays | None:

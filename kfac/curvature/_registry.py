@@ -157,7 +157,8 @@ def tap_registered(
         return capture.tap(base, layer, x, y, params)
     # Contracted axes and output axes of general dense layers become one axis each.
     axes = getattr(module, "axis", -1) if not layer.elementwise else -1
-    axes = [a % x.ndim for a in ((axes,) if isinstance(axes, int) else axes)]
+    # Flax contracts them in their order in x, whatever the order in which they are named.
+    axes = sorted([a % x.ndim for a in ((axes,) if isinstance(axes, int) else axes)])
     others = [a for a in range(x.ndim) if a not in axes]
     matrix = jnp.transpose(x, (*others, *axes)).reshape(*[x.shape[a] for a in others], -1)
     flat = y.reshape(*y.shape[: len(others)], -1)

@@ -241,16 +241,18 @@ def solve_dual(
 
     x = (b − Uᵀ(UUᵀ + NγI)⁻¹ U b) / γ, where the rows of U are per-example gradients: E of them,
     more than N where several cotangents are drawn per example. Exact, and cheaper than CG when
-    there are few examples: O(E²·size).
+    there are few examples: O(E²·size). Where γ and all gradients of a lane are 0, x is, as by CG.
     """
     flat, unflatten = lane_flatten(b)
     u = gradients.astype(flat.dtype)
-    gamma = damping.astype(flat.dtype)[:, None]
+    nothing = (damping == 0) & ~u.any((1, 2))
+    gamma = jnp.where(nothing, 1, damping).astype(flat.dtype)[:, None]
     gram = jnp.einsum("lep,lfp->lef", u, u)
     # Nγ, not γ: the rows of U are of single examples, and F is their mean.
     gram += (num_examples * gamma)[..., None] * jnp.eye(gram.shape[-1], dtype=gram.dtype)
     weights = jnp.linalg.solve(gram, jnp.einsum("lep,lp->le", u, flat)[..., None])[..., 0]
     x = (flat - jnp.einsum("lep,le->lp", u, weights)) / gamma
+    x = jnp.where(nothing[:, None], 0, x)
     product = jnp.einsum("lep,le->lp", u, jnp.einsum("lep,lp->le", u, x)) / num_examples
     x = unflatten(x)
     r = jax.tree.map(jnp.subtract, b, lane_axpy(damping, x, unflatten(product)))

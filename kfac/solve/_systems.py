@@ -259,8 +259,10 @@ def _example_weights(curvature: Curvature) -> Float[Array, " example"] | None:
     """
     if curvature.weights is None:
         return None
-    mean = (examples := curvature.weights.examples).mean()
-    return examples / jnp.where(mean > 0, mean, 1)
+    # Of mean 1 over all devices, of which one may have few real examples.
+    shares = curvature.weights.shares().reshape(curvature.num_examples, -1).sum(1)
+    mean = mean_over(curvature.axis_name, shares.mean())
+    return shares / jnp.where(mean > 0, mean, 1)
 
 
 def diagonal(factor: Float[Array, "lane n *n"]) -> Float[Array, "lane n"]:

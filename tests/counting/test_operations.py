@@ -101,6 +101,20 @@ def test_pallas_kernel_counts_its_grid():
     assert counted.multiplications == counted.additions == 32 * 128
 
 
+def test_what_is_put_into_an_array_counts_by_its_elements():
+    table, rows, more = spec(7, 4), spec(5, dtype="int32"), spec(5, 4)
+    add = lambda x, i, u: x.at[i].add(u)
+    assert count_operations(add, table, rows, more).counts["additions", "float32"] == 5 * 4
+    largest = lambda x, i, u: x.at[i].max(u)
+    assert count_operations(largest, table, rows, more).counts["comparisons", "float32"] == 5 * 4
+    # The gradient of an embedding's table.
+    lookup = jax.grad(lambda x, i: x[i].sum())
+    counted = count_operations(lookup, table, rows).counts["additions", "float32"]
+    assert counted == 2 * 5 * 4  # of the sum and into the table
+    windows = lambda x: jax.lax.reduce_window(x, 1.0, jax.lax.mul, (2,), (1,), "VALID")
+    assert count_operations(windows, spec(6)).multiplications == 5 * 2
+
+
 def test_unknown_kernel_is_reported_and_a_declared_one_counted():
     call = jax.ffi.ffi_call("test_declared_kernel", spec(6))
     counted = count_operations(call, spec(6, 3))

@@ -241,6 +241,23 @@ def test_draws_average_to_the_gauss_newton_matrix(fisher, likelihood):
     assert errors[1] < errors[0] / 3  # 1/√100 of it, on average
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_labels_are_drawn_as_often_as_narrow_logits_say(dtype):
+    rare, count = 0.002, 20000  # of each but the first of 21 classes
+    logits = np.log([1 - 20 * rare, *[rare] * 20])
+
+    def loss_fn(params, x):
+        z = kfac.tap(kfac.Dense(), params, x, path="")
+        return -jax.nn.log_softmax(z)[:, 0].mean(), z
+
+    params, x = {"kernel": jnp.asarray(logits[None], dtype)}, jnp.ones((count, 1), dtype)
+    function = kfac.value_grad_and_curvature(loss_fn, has_aux=True)
+    captured = function(params, x, key=jax.random.key(0))[2].captured
+    ((_, cotangents),) = captured.values()  # p − e of the label that was drawn
+    drawn = (np.asarray(cotangents[0]).argmin(-1) > 0).mean()
+    assert abs(drawn - 20 * rare) < 5 * (20 * rare / count) ** 0.5
+
+
 def test_refresh_switches_the_extra_pullback_off():
     function = kfac.value_grad_and_curvature(categorical, has_aux=True)
     run = jax.jit(

@@ -119,6 +119,20 @@ def test_tied_weights_and_fused_projections():
     assert len(layers.blocks["embed"].uses) == 2
 
 
+def test_axes_are_contracted_in_their_order_in_the_input():
+    check(nn.DenseGeneral(3, axis=(-1, -2), **F64), normal(0, 3, 2, 4), {"model": 1})
+
+
+def test_a_convolution_with_a_mask_says_why_it_has_no_block():
+    model = nn.Conv(3, (3,), mask=jnp.tril(jnp.ones((3, 2, 3))))
+    params = model.init(jax.random.key(0), jnp.ones((5, 4, 2)))
+    with pytest.warns(UserWarning, match="it holds state"):
+        layers = kfac.find_layers(
+            lambda p, x: model.apply(p, x).mean(), params, jnp.ones((5, 4, 2))
+        )
+    assert not layers.blocks
+
+
 def test_partitioned_parameters_are_found():
     class Boxed(nn.Module):
         @nn.compact

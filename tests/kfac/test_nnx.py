@@ -270,6 +270,13 @@ def test_adder_layer_without_a_normaliser_covers_its_offset():
     assert sorted(p.path for p in block.params) == ["bias", "kernel"]
 
 
+def test_a_convolution_with_a_mask_says_why_it_has_no_block():
+    model = nnx.Conv(2, 3, (3,), mask=jnp.tril(jnp.ones((3, 2, 3))), rngs=nnx.Rngs(0))
+    with pytest.warns(UserWarning, match="it holds state"):
+        layers = kfac.find_layers(lambda model, x: model(x).mean(), model, jnp.ones((5, 4, 2)))
+    assert not layers.blocks
+
+
 class Power(nnx.Module):
     def __init__(self):
         self.scale = nnx.Param(normal(0, WIDTH))

@@ -438,6 +438,34 @@ def test_cg_makes_up_for_narrow_inverses():
     assert all(kfac.find_stats(state)[0].residual < 1e-6)
 
 
+def test_devices_with_few_real_examples_count_for_as_few():
+    def loss_fn(params, x, y, mask, total):
+        z = kfac.tap(kfac.Dense(), params, x, path="")
+        losses = optax.softmax_cross_entropy_with_integer_labels(z, y)
+        return (mask * losses).sum() / total, (z, (mask, total))
+
+    params = {"kernel": normal(0, 4, 3)}
+    x, y, mask = normal(1, 16, 4), jnp.arange(16) % 3, (jnp.arange(16) < 6).astype(float)
+    options = dict(has_aux=True, fisher="enumerate", outputs=lambda aux: aux[0])
+
+    def step(x, y, mask, total, axis_name=None):
+        function = kfac.value_grad_and_curvature(
+            loss_fn, **options, weights=lambda aux: aux[1], axis_name=axis_name
+        )
+        optimizer = kfac.kfac(
+            *(1.0, kfac.find_layers(loss_fn, params, x, y, mask, total)),
+            **dict(step="clip", kl_clip=None, momentum=0.0),
+        )
+        _, grads, curvature = function(params, x, y, mask, total)
+        state = optimizer.init(params)
+        return optimizer.update(grads, state, params, curvature=curvature)[0]["kernel"]
+
+    parts = [a.reshape(4, 4, *a.shape[1:]) for a in (x, y, mask)]
+    on_each = jax.vmap(lambda *part: step(*part, 6 / 4, "device"), axis_name="device")
+    expected = np.broadcast_to(step(x, y, mask, 6.0), (4, 4, 3))
+    np.testing.assert_allclose(on_each(*parts), expected, rtol=1e-9)
+
+
 @pytest.mark.slow
 def test_inverses_are_those_of_the_first_curvature_however_late_it_comes():
     layers = found()

@@ -162,6 +162,18 @@ def test_dual_is_the_dense_solution(examples):
     np.testing.assert_allclose(solution.residual, 0, atol=1e-10)
 
 
+def test_dual_is_zero_where_a_lane_has_neither_gradients_nor_damping():
+    # As below a head that begins at zero: of this layer alone, the others take their step.
+    u, gamma = np.random.default_rng(0).normal(size=(2, 5, 7)), np.array([0.2, 0.0])
+    u[1] = 0
+    b = np.stack([B[0], np.zeros(7)])
+    solution = solver.solve_dual(*map(jnp.asarray, (u, b, gamma)), 5)
+    dense = u[0].T @ u[0] / 5 + 0.2 * np.eye(7)
+    np.testing.assert_allclose(solution.x[0], np.linalg.solve(dense, b[0]), rtol=1e-9)
+    np.testing.assert_array_equal(solution.x[1], 0)
+    assert np.isfinite(solution.residual).all()
+
+
 def test_sums_are_float32_for_bfloat16_operands():
     u = jnp.ones((1, 4096), jnp.bfloat16)
     assert solver.lane_dot(u, u).dtype == jnp.float32
