@@ -1,5 +1,6 @@
 """The vision transformer: published sizes, ways of running it, precision, errors."""
 
+import dataclasses
 import functools
 
 import flax.nnx as nnx
@@ -124,6 +125,43 @@ def test_the_loop_draws_the_same_random_numbers():
     unrolled, looped = run(make(**options)), run(make(**options, **BOTH))
     jax.tree.map(close, looped(0), unrolled(0))
     assert unrolled(1)[0] != unrolled(0)[0]
+
+
+class Counting(nnx.Module):
+    """In the place of an MLP, with a statistic and random numbers of its own."""
+
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, tokens, *, deterministic=True, rngs=None):
+        dropped = self.dropout(tokens, deterministic=deterministic)
+        return self.norm(dropped, use_running_average=deterministic)
+
+
+@pytest.mark.parametrize(
+    "way", [{}, *(pytest.param(w, marks=pytest.mark.slow) for w in (dict(remat=True), BOTH))]
+)
+def test_blocks_keep_what_is_no_parameter(way):
+    model = make(depth=2, **way)
+    for block in model.blocks:
+        block.mlp = Counting(nnx.Rngs(0))
+    first, second = (model(images(), deterministic=False) for _ in range(2))
+    assert not np.allclose(first, second)
+    for block in model.blocks:
+        assert block.mlp.dropout.rngs.count[...] == 2
+        assert np.any(block.mlp.norm.mean[...] != 0.0)
+
+
+@pytest.mark.slow
+def test_the_loop_leaves_blocks_that_were_changed_as_they_are():
+    unrolled, looped = (make(score="adder", depth=2, scan_blocks=on) for on in (False, True))
+    before = looped(images())
+    for model in (unrolled, looped):
+        attention = model.blocks[1].attention
+        attention.settings = dataclasses.replace(attention.settings, identity=False)
+    close(looped(images()), unrolled(images()))
+    assert not np.allclose(looped(images()), before)
 
 
 @pytest.mark.parametrize("graph", [pytest.param(True, marks=pytest.mark.slow), False])
