@@ -116,10 +116,13 @@ def image_to_patches(
             f"x {width}; resize the images or change patch_size."
         )
     rows, columns = height // patch_size, width // patch_size
+    # In steps: where the batch is split over an explicit axis, JAX asks for them.
+    images = images.reshape(batch, rows, patch_size, width, channels)
     images = images.reshape(batch, rows, patch_size, columns, patch_size, channels)
-    return jnp.swapaxes(images, 2, 3).reshape(
-        batch, rows * columns, patch_size * patch_size * channels
+    patches = jnp.swapaxes(images, 2, 3).reshape(
+        batch, rows * columns, *(patch_size,) * 2, channels
     )
+    return patches.reshape(batch, rows * columns, patch_size * patch_size * channels)
 
 
 class PatchEmbed(nnx.Module):

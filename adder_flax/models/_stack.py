@@ -1,6 +1,7 @@
 """Running a stack of blocks: in turn, rematerialised, or as a loop over stacked parameters."""
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,27 +27,32 @@ def apply_blocks(
     """Applies the blocks in turn; neither `remat` nor `scan` change the result, dropout included.
 
     Args:
-      blocks: the blocks; with `scan` they differ in parameters and drop path rate alone.
+      blocks: the blocks, whose variables that are no parameters, such as statistics of a norm that
+        someone put there, are those after the call.
       tokens: their input.
       deterministic, rngs: see `Block`; each block gets a key of its own from one draw of the
         `dropout` stream.
       remat: recompute a block in the backward pass instead of storing its inner activations.
-      scan: one trace for all blocks, looped over their stacked parameters; not where someone tells
-        them apart.
+      scan: one trace for all blocks, looped over their stacked parameters, where they differ in
+        these and in their rates of stochastic depth alone; not where someone tells them apart.
     """
-    graphdefs, states = zip(*(nnx.split(block) for block in blocks), strict=True)
-    states = [nnx.to_pure_dict(state) for state in states]
     keys, factors = _draw(blocks, tokens.shape[0], None if deterministic else rngs)
 
+    def call(block, tokens, key, factors):
+        rngs = None if key is None else nnx.Rngs(dropout=key)
+        return block(tokens, deterministic=deterministic, rngs=rngs, drop_path_factors=factors)
+
     def apply(graphdef, tokens, state, key, factors):
-        return nnx.merge(graphdef, state)(
-            tokens,
-            deterministic=deterministic,
-            rngs=None if key is None else nnx.Rngs(dropout=key),
-            drop_path_factors=factors,
+        block = nnx.merge(graphdef, state)
+        before = _beside_parameters(block)
+        tokens = call(block, tokens, key, factors)
+        after = _beside_parameters(block).items()
+        return tokens, nnx.from_flat_state(
+            [(path, array) for path, array in after if array is not before.get(path)]
         )
 
-    if scan and not recorder.told_apart():
+    if scan and not recorder.told_apart() and _are_alike(blocks):
+        graphdefs, states = zip(*map(_split, blocks), strict=True)
         body = functools.partial(apply, graphdefs[0])
         # Inside a loop nothing can merge the recomputation with the forward pass: no barrier is
         # needed.
@@ -54,13 +60,47 @@ def apply_blocks(
         stacked = jax.tree.map(
             lambda *leaves: jnp.stack(leaves), *zip(states, keys, factors, strict=True)
         )
-        return jax.lax.scan(lambda carry, xs: (body(carry, *xs), None), tokens, stacked)[0]
+        tokens, changes = jax.lax.scan(lambda carry, xs: body(carry, *xs), tokens, stacked)
+        for index, block in enumerate(blocks):
+            _take(block, jax.tree.map(operator.itemgetter(index), changes))
+        return tokens
 
-    for graphdef, state, key, factor in zip(graphdefs, states, keys, factors, strict=True):
-        body = functools.partial(apply, graphdef)
-        body = jax.checkpoint(body) if remat else body
-        tokens = body(tokens, state, key, factor)
+    for block, key, factor in zip(blocks, keys, factors, strict=True):
+        if not remat:
+            tokens = call(block, tokens, key, factor)
+            continue
+        graphdef, state = _split(block)
+        body = jax.checkpoint(functools.partial(apply, graphdef))
+        tokens, changes = body(tokens, state, key, factor)
+        _take(block, changes)
     return tokens
+
+
+def _split(block: Block) -> tuple[nnx.GraphDef, Any]:
+    graphdef, state = nnx.split(block)
+    return graphdef, nnx.to_pure_dict(state)
+
+
+def _are_alike(blocks: Sequence[Block]) -> bool:
+    """Whether one block's program serves all, whose rates of stochastic depth are drawn before."""
+
+    def program(block: Block) -> nnx.GraphDef:
+        block = nnx.clone(block)
+        block.drop_path.set_rate(0.0)
+        return nnx.graphdef(block)
+
+    first, *rest = map(program, blocks)
+    return all(other == first for other in rest)
+
+
+def _beside_parameters(block: Block) -> dict[Any, Array]:
+    state = nnx.state(block, nnx.All(nnx.Variable, nnx.Not(nnx.Param)))
+    return {path: variable[...] for path, variable in nnx.to_flat_state(state)}
+
+
+def _take(block: Block, changes: nnx.State) -> None:
+    if changes:
+        nnx.update(block, changes)
 
 
 def _draw(blocks: Sequence[Block], batch: Any, rngs: nnx.Rngs | None) -> tuple[list, list]:

@@ -5,7 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import flax.nnx as nnx
+import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -340,9 +343,17 @@ def embed_positions(
         resized = resize_grid(jnp.asarray(positions[:, first:]), grid, new)
         positions = jnp.concatenate([positions[:, :first], resized], axis=1)
         patches = patches.reshape(len(patches), -1, patches.shape[-1])
-    front = [jnp.broadcast_to(token, (patches.shape[0], *token.shape[1:])) for token in front]
+    front = [_of_each(token, patches) for token in front]
     tokens = jnp.concatenate([*front, patches], axis=1) if front else patches
     return jnp.add(tokens, positions.astype(tokens.dtype))
+
+
+def _of_each(token: Array, patches: AnyArray) -> Array:
+    """A token of each image, split over explicit axes of a mesh as the images' patches are."""
+    place, shape = jax.typeof(patches).sharding, (len(patches), *token.shape[1:])
+    explicit = AxisType.Explicit in place.mesh.axis_types
+    of_images = place.update(spec=P(place.spec[0])) if explicit else None
+    return jnp.broadcast_to(token, shape, out_sharding=of_images)
 
 
 # Tokens in front and position embedding are one layer with curvature.

@@ -200,15 +200,15 @@ def sad_norm(
     levels, y_levels = grid[2], to[2] if to else 0
     how = dict(levels=levels, y_levels=y_levels, epsilon=float(epsilon), gelu=gelu)
 
-    def normed(x, columns):
+    def normed(x, columns, table, ends):
         flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         operands = vary_alike(flat, columns, table, ends)
         y = call(resolve_backend(jnp.float32), "sad_norm", *operands, **how)
         return y.reshape(*x.shape[:-1], columns.shape[0])
 
     leading = [f"b{axis}" for axis in range(x.ndim - 1)]
-    axes = [[*leading, "k"], ["n", "k"]]
-    return keep_explicit_axes(normed, [x, w.columns], axes, [*leading, "n"])
+    axes = [[*leading, "k"], ["n", "k"], ["row", "n"], ["end"]]
+    return keep_explicit_axes(normed, [x, w.columns, table, ends], axes, [*leading, "n"])
 
 
 @left_to_compiler
@@ -273,15 +273,16 @@ def sad_attention(
     ]
     heads = jnp.stack(of_head, -1)
 
-    def attended(*arrays):
+    def attended(*operands):
+        *arrays, heads = operands
         flat = [a.reshape(math.prod(a.shape[:-3]), *a.shape[-3:]) for a in arrays]
         operands = vary_alike(*flat, heads)
         y = call(resolve_backend(jnp.float32), "sad_attention", *operands, levels=levels)
         return y.reshape(*arrays[0].shape[:-1], y.shape[-1])
 
     leading = [f"b{axis}" for axis in range(arrays[0].ndim - 3)]
-    axes = [[*leading, *own] for own in ("mhd", "nhd", "nhv")]
-    return keep_explicit_axes(attended, arrays, axes, [*leading, *"mhv"])
+    axes = [*([*leading, *own] for own in ("mhd", "nhd", "nhv")), ["h", "part"]]
+    return keep_explicit_axes(attended, [*arrays, heads], axes, [*leading, *"mhv"])
 
 
 @left_to_compiler

@@ -154,7 +154,7 @@ def calibrate(
       clamped_shares: of the inputs, and of the weights, that may lie beyond either end.
 
     Raises:
-      ValueError: other bits, no inputs, or inputs of another width.
+      ValueError: other bits, no inputs, or inputs of another width or not finite.
 
     Example:
       >>> grid = calibrate(jnp.array([[0.0, 2.0]]), jnp.array([[1.0], [9.0]]), clamped_shares=[0.0])
@@ -182,8 +182,18 @@ def check_bits(bits: int) -> None:
         raise ValueError(f"expected from 1 to 8 bits, got {bits}; choose 8, 6 or 4")
 
 
+def check_finite(*arrays: np.ndarray) -> None:
+    """Raises ValueError for numbers that no grid has, of which one would spoil a layer's."""
+    if not all(np.isfinite(array).all() for array in arrays):
+        raise ValueError(
+            "expected finite numbers to choose a grid by, got NaN or infinite ones; leave out the "
+            "examples or weights that have them"
+        )
+
+
 def grids_of(a: np.ndarray, b: np.ndarray, bits: int, shares: Sequence[float]) -> list[Grid]:
     """The grids that reach as far as both arrays do, but for a share of their numbers."""
+    check_finite(a, b)
     beyond = np.asarray(shares)
     lowest = np.max([np.quantile(array, beyond) for array in (a, b)], axis=0)
     highest = np.min([np.quantile(array, 1 - beyond) for array in (a, b)], axis=0)

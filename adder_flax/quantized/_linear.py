@@ -94,7 +94,10 @@ class AdderLinear(nnx.Module):
         if self.norm is not None:
             own = jax.tree.leaves(nnx.state(self.norm))
             dtype = jnp.result_type(inputs, *own) if self.dtype is None else self.dtype
-            return self.normed(inputs).astype(dtype)
+            if is_fused(self.norm):
+                return self.normed(inputs).astype(dtype)
+            norm: Any = self.norm
+            return norm(adder_linear(inputs, self.weights)).astype(dtype)
         sums = adder_linear(inputs, self.weights)
         return sums if self.bias is None else sums + self.bias
 
@@ -144,6 +147,16 @@ class Mlp(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "*batch in_features"]:
         return self.fc2(self.fc1.normed(inputs, gelu=True, to=self.fc2.weights.grid))
+
+
+def is_fused(norm: Any) -> bool:
+    """Whether a norm is the one that `ops.sad_norm` computes with the sums in front of it."""
+    own = type(norm)
+    return (
+        issubclass(own, layers.LayerNorm)
+        and own.__call__ is layers.LayerNorm.__call__
+        and layers.is_over_last_axis(norm)
+    )
 
 
 def _ends(grid: Grid) -> tuple[ArrayLike, ArrayLike, int]:

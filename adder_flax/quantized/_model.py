@@ -12,8 +12,8 @@ import numpy as np
 
 from adder_flax import attention, layers, ops, recorder
 from adder_flax.attention import MultiHeadAttention, SequenceAttention
-from adder_flax.quantized._adder import Grid, quantize_weights
-from adder_flax.quantized._linear import AdderLinear, Mlp
+from adder_flax.quantized._adder import Grid, check_finite, quantize_weights
+from adder_flax.quantized._linear import AdderLinear, Mlp, is_fused
 from adder_flax.quantized._scores import byte_score, calibrate_scores
 
 # So many rows of a layer's inputs, and pairs of a head's tokens, say enough of its grid.
@@ -59,6 +59,7 @@ def quantize_model(model: nnx.Module, *inputs: Any, bits: int = 8) -> nnx.Module
                 "give some that do"
             )
         found = [np.asarray(arrays[name], np.float32) for arrays in seen[path]]
+        check_finite(*found)
         return [array.reshape(-1, *array.shape[-own_axes:]) for array in found]
 
     def layer_of(path: str, layer: layers.AdderLinear) -> AdderLinear:
@@ -123,13 +124,14 @@ def _exchange(
 ) -> nnx.Module:
     model = nnx.clone(model)
     modules: list[tuple[Any, Any]] = list(nnx.iter_modules(model))
-    exchanged = False
+    exchanged, again = False, {}
     for path, module in modules:
         name = ".".join(map(str, path))
-        if isinstance(module, layers.AdderLinear):
+        if _is_adder(module):
+            again[id(module)] = layer = layer_of(name, module)
             if not path:
-                return layer_of(name, module)
-            _put(model, path, layer_of(name, module))
+                return layer
+            _put(model, path, layer)
         elif _has_adder_scores(module):
             _put_score(module, grid_of(name, module))
         else:
@@ -140,6 +142,11 @@ def _exchange(
             "expected a model with adder layers or adder scores, got one without; products of "
             "bytes are what other libraries do"
         )
+    for _, module in list(nnx.iter_modules(model)):
+        # A layer may have several names, of which it was met by one.
+        for name, held in list(vars(module).items()):
+            if id(held) in again:
+                setattr(module, name, again[id(held)])
     for path, module in list(nnx.iter_modules(model)):
         # A subclass may have another formula.
         if path and type(module) is layers.Mlp and _is_normed(module.fc1, module.fc2):
@@ -147,8 +154,14 @@ def _exchange(
     return model
 
 
+def _is_adder(module: Any) -> bool:
+    # A subclass may have another formula.
+    own, kind = type(module), layers.AdderLinear
+    return issubclass(own, kind) and (own.__call__, own.sums) == (kind.__call__, kind.sums)
+
+
 def _is_normed(*linears: nnx.Module) -> bool:
-    return all(isinstance(linear, AdderLinear) and linear.norm for linear in linears)
+    return all(isinstance(linear, AdderLinear) and is_fused(linear.norm) for linear in linears)
 
 
 def _put(holder: Any, path: Sequence[Any], layer: nnx.Module) -> None:

@@ -1,5 +1,6 @@
 """The vision transformer: published sizes, ways of running it, precision, errors."""
 
+import dataclasses
 import functools
 
 import flax.nnx as nnx
@@ -11,6 +12,7 @@ import pytest
 from adder_flax import layers, models
 from adder_flax.settings import VitSettings
 from tests.modules import randomised, run
+from tests.processes import run_code
 
 TINY = dict(image_size=4, patch_size=2, channels=1, num_classes=3)
 TINY |= dict(width=8, depth=3, num_heads=2, mlp_ratio=2.0)
@@ -124,6 +126,72 @@ def test_the_loop_draws_the_same_random_numbers():
     unrolled, looped = run(make(**options)), run(make(**options, **BOTH))
     jax.tree.map(close, looped(0), unrolled(0))
     assert unrolled(1)[0] != unrolled(0)[0]
+
+
+ON_EXPLICIT_AXES = """
+import jax, numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec as P
+from adder_flax import models, quantized
+
+sizes = dict(image_size=8, patch_size=2, channels=1, width=16, depth=1, num_heads=2)
+kinds = dict(score="adder", qkv_linear="adder", mlp_linear="adder")
+model = models.VisionTransformer(**sizes, **kinds, num_classes=3, rngs=nnx.Rngs(0))
+images = np.random.default_rng(0).normal(size=(8, 8, 8, 1)).astype(np.float32)
+few = quantized.quantize_model(model, images)
+loss = lambda model, x: (model(x) ** 2).sum()
+ways = [lambda x: model(x), lambda x: nnx.grad(loss)(model, x), lambda x: few(x)]
+expected = [way(images) for way in ways]
+mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+with jax.set_mesh(mesh):
+    split = jax.device_put(images, NamedSharding(mesh, P("data")))
+    got = [way(split) for way in ways]
+    assert got[0].sharding.spec[0] == got[2].sharding.spec[0] == "data"
+close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+jax.tree.map(close, got, expected)
+"""
+
+
+@pytest.mark.slow
+def test_images_may_be_split_over_explicit_axes():
+    run_code(ON_EXPLICIT_AXES, devices=4)
+
+
+class Counting(nnx.Module):
+    """In the place of an MLP, with a statistic and random numbers of its own."""
+
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, tokens, *, deterministic=True, rngs=None):
+        dropped = self.dropout(tokens, deterministic=deterministic)
+        return self.norm(dropped, use_running_average=deterministic)
+
+
+@pytest.mark.parametrize(
+    "way", [{}, *(pytest.param(w, marks=pytest.mark.slow) for w in (dict(remat=True), BOTH))]
+)
+def test_blocks_keep_what_is_no_parameter(way):
+    model = make(depth=2, **way)
+    for block in model.blocks:
+        block.mlp = Counting(nnx.Rngs(0))
+    first, second = (model(images(), deterministic=False) for _ in range(2))
+    assert not np.allclose(first, second)
+    for block in model.blocks:
+        assert block.mlp.dropout.rngs.count[...] == 2
+        assert np.any(block.mlp.norm.mean[...] != 0.0)
+
+
+@pytest.mark.slow
+def test_the_loop_leaves_blocks_that_were_changed_as_they_are():
+    unrolled, looped = (make(score="adder", depth=2, scan_blocks=on) for on in (False, True))
+    before = looped(images())
+    for model in (unrolled, looped):
+        attention = model.blocks[1].attention
+        attention.settings = dataclasses.replace(attention.settings, identity=False)
+    close(looped(images()), unrolled(images()))
+    assert not np.allclose(looped(images()), before)
 
 
 @pytest.mark.parametrize("graph", [pytest.param(True, marks=pytest.mark.slow), False])

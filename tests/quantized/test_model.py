@@ -216,6 +216,58 @@ def test_an_mlp_of_another_kind_keeps_its_own_formula():
     assert error(quantized.quantize_model(model, x), model, x) < 0.05
 
 
+class Doubled(layers.AdderLinear):
+    def __call__(self, inputs):
+        return 2 * super().__call__(inputs)
+
+
+def test_a_layer_of_another_kind_keeps_its_own_formula():
+    model = nnx.Sequential(
+        *(kind(8, 8, rngs=nnx.Rngs(0)) for kind in (Doubled, layers.AdderLinear))
+    )
+    x = nnx.Rngs(1).normal((50, 8))
+    few = quantized.quantize_model(model, x)
+    assert error(few, model, x) < 0.05
+    assert [type(layer) for layer in few.layers] == [Doubled, quantized.AdderLinear]
+
+
+@pytest.mark.parametrize("norm", [nnx.BatchNorm, nnx.RMSNorm])
+def test_another_norm_behind_the_sums_is_that_norm(norm):
+    model = layers.Mlp(8, 8, linear=layers.AdderLinear, rngs=nnx.Rngs(0))
+    model.fc1.norm = norm(8, rngs=nnx.Rngs(0))
+    if norm is nnx.BatchNorm:
+        model.fc1.norm.use_running_average = True
+        model.fc1.norm.mean[...], model.fc1.norm.var[...] = jnp.full(8, -9.0), jnp.full(8, 4.0)
+    x = nnx.Rngs(1).normal((50, 8))
+    assert error(quantized.quantize_model(Calls(model), x), Calls(model), x) < 0.05
+
+
+def test_a_layer_with_two_names_stays_one():
+    class Tied(nnx.Module):
+        def __init__(self):
+            self.first = self.second = layers.AdderLinear(8, 8, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.second(self.first(x))
+
+    model, x = Tied(), nnx.Rngs(1).normal((50, 8))
+    few = quantized.quantize_model(model, x)
+    assert few.first is few.second
+    assert isinstance(few.second, quantized.AdderLinear)
+    assert error(few, model, x) < 0.05
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+@pytest.mark.parametrize("kind", ["layer", "scores"])
+def test_examples_that_are_no_numbers_are_refused(kind, number):
+    model = layers.AdderLinear(8, 8, rngs=nnx.Rngs(0))
+    if kind == "scores":
+        model = MultiHeadAttention(2, 8, score="adder", rngs=nnx.Rngs(0))
+    x = nnx.Rngs(1).normal((10, 6, 8)).at[3, 2, 1].set(number)
+    with pytest.raises(ValueError, match="expected finite numbers to choose a grid by"):
+        quantized.quantize_model(model, x)
+
+
 @pytest.mark.slow
 def test_what_learned_in_few_bits_keeps_its_grid():
     """The rounded network and the one of integers agree closer than either with the float one."""
