@@ -348,7 +348,7 @@ def embed_positions(
     return jnp.add(tokens, positions.astype(tokens.dtype))
 
 
-def _of_each(token: Array, patches: AnyArray) -> Array:
+def _of_each(token: AnyArray, patches: AnyArray) -> Array:
     """A token of each image, split over explicit axes of a mesh as the images' patches are."""
     place, shape = jax.typeof(patches).sharding, (len(patches), *token.shape[1:])
     explicit = AxisType.Explicit in place.mesh.axis_types
