@@ -78,8 +78,8 @@ def keywords_of(
         own = inspect.signature(settings).parameters.values()
         fields = [f.replace(kind=f.KEYWORD_ONLY) for f in own if f.name in names]
         merged = sorted([*signature.parameters.values(), *fields], key=lambda p: p.kind)
-        described = signature.replace(parameters=merged)
-        setattr(call, "__signature__", described)  # noqa: B010  functions declare no such attribute
+        # Functions declare no such attribute.
+        setattr(call, "__signature__", signature.replace(parameters=merged))  # noqa: B010
         return call
 
     return decorate
@@ -102,9 +102,7 @@ NUMBER = _Number()
 
 
 def is_on(value: Value | None) -> TypeGuard[Value]:
-    """Whether a rate, strength or bound is in use: not None and not a plain 0.
-
-    A traced number always is.
+    """Whether a rate, strength or bound is in use: traced, or neither None nor 0.
 
     >>> is_on(0.0), is_on(None), is_on(0.1)
     (False, False, True)
