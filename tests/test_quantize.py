@@ -207,7 +207,10 @@ def test_flags_that_do_not_go_together_are_refused(run_main, workdir):
     for flags, message in (
         (["--mode=eval", "--checkpoint=best"], "expected no --checkpoint for weights in few bits"),
         (["--mode=export", "--names=timm"], "expected --weights with --names=c only, got timm"),
-        (["--mode=train"], "expected --weights with --mode=quantize or eval or analyze or predict or export"),
+        (
+            ["--mode=train"],
+            "expected --weights with --mode=quantize or eval or analyze or predict or export",
+        ),
     ):
         done = run_main(f"--workdir={workdir}", "--weights=int8", *flags)
         assert done.returncode == 2
