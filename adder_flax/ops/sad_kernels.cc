@@ -72,7 +72,7 @@ inline Vec Join(Vec even, Vec odd) {
 }
 #elif defined(__aarch64__)
 using Vec = uint16x8_t;  // four partial sums of each column
-constexpr int kLanes = 2, kRows = 6, kVecs = 2;
+constexpr int kLanes = 2, kRows = 4, kVecs = 4;
 inline uint8x16_t Load(const uint8_t* p) { return vld1q_u8(p); }
 inline uint8x16_t Broadcast(const uint8_t* p) { return vreinterpretq_u8_s64(vdupq_n_s64(Read(p))); }
 inline Vec AddDistances(Vec sums, uint8x16_t a, uint8x16_t b) { return vpadalq_u8(sums, vabdq_u8(a, b)); }
@@ -226,32 +226,32 @@ class Panels {
   int64_t count() const { return Divide(columns_, kWidth); }
   int64_t width() const { return count() * kWidth; }  // of a row of sums
 
-  void Fill(const uint8_t* w) const {
+  // Of rows of w, `stride` bytes from one to the next.
+  void Fill(const uint8_t* w, int64_t stride) const {
     for (int64_t panel = 0; panel < count(); ++panel) {
       const int64_t column = panel * kWidth;
-      Pack(w + column * terms_, terms_, std::min<int64_t>(kWidth, columns_ - column), terms_, &room_[panel * bytes_]);
+      Pack(w + column * stride, stride, std::min<int64_t>(kWidth, columns_ - column), terms_, &room_[panel * bytes_]);
     }
   }
 
-  // y[m, n] = sum over k of |x[m, k] - w[n, k]|, in rows of width(), or of `stride`, which have the columns of w alone.
-  void Sum(const uint8_t* x, int64_t rows, int32_t* y) const { Sum(x, rows, y, width(), width()); }
+  // y[m, n] = sum over k of |x[m, k] - w[n, k]|, in rows of width().
+  void Sum(const uint8_t* x, int64_t rows, int32_t* y) const { Sum(x, terms_, rows, width(), {y, width(), false}); }
 
-  void Sum(const uint8_t* x, int64_t rows, int32_t* y, int64_t stride) const { Sum(x, rows, y, stride, columns_); }
-
- private:
-  // Some rows at a time: they and what is written of them stay in the first-level cache.
-  void Sum(const uint8_t* x, int64_t rows, int32_t* y, int64_t stride, int64_t columns) const {
-    for (int64_t row = 0; row < rows; row += kChunk, x += kChunk * terms_, y += kChunk * stride) {
+  // Of rows of x, `stride` bytes from one to the next, the first columns. Some rows at a time: they and what is written of
+  // them stay in the first-level cache.
+  void Sum(const uint8_t* x, int64_t stride, int64_t rows, int64_t columns, Target y) const {
+    for (int64_t row = 0; row < rows; row += kChunk, x += kChunk * stride, y.y += kChunk * y.stride) {
       for (int64_t panel = 0; panel < count(); ++panel) {
         for (int64_t k = 0; k < terms_; k += kPiece) {
-          SumRows(x + k, terms_, std::min(kChunk, rows - row), &room_[panel * bytes_ + k * kWidth],
+          SumRows(x + k, stride, std::min(kChunk, rows - row), &room_[panel * bytes_ + k * kWidth],
                   std::min<int64_t>(kWidth, columns - panel * kWidth), std::min(kPiece, terms_ - k),
-                  {y + panel * kWidth, stride, k > 0});
+                  {y.y + panel * kWidth, y.stride, y.add || k > 0});
         }
       }
     }
   }
 
+ private:
   int64_t columns_, terms_, bytes_;
   uint8_t* room_;
 };
@@ -412,7 +412,7 @@ class Head {
         std::memcpy(target, value + j * heads * value_width + first, count * sizeof(float));
       }
     }
-    panels_.Fill(bytes);
+    panels_.Fill(bytes, width);
   }
 
   void Mix(const float* query, int64_t rows, float factor, float* y) const {
@@ -486,6 +486,7 @@ int64_t Offset(ffi::Span<const int64_t> shape, ffi::Span<const int64_t> batch, i
 
 // y (..., M, N) of x (..., M, K) and w (..., N, K).
 ffi::Error Sad(ffi::ThreadPool pool, Bytes x, Bytes w, Sums y) {
+  constexpr int64_t kLongest = 16 * kPiece, kPackedBytes = 1 << 20;  // of panels, which a thread keeps
   constexpr int64_t kSerialTerms = 1 << 20;  // some 10 us of work: waking another thread takes as long
   const auto shape = y->dimensions();
   const int64_t rows = shape[shape.size() - 2], columns = shape[shape.size() - 1], terms = x.dimensions().back();
@@ -499,14 +500,20 @@ ffi::Error Sad(ffi::ThreadPool pool, Bytes x, Bytes w, Sums y) {
   const int64_t batch = outputs / (rows * columns);
   // Panels are dealt out first: what is packed then is packed once.
   const int64_t wanted = serial ? 1 : Divide(PiecesFor(pool), batch), panels = Divide(columns, kWidth);
-  const int64_t group = Divide(panels, std::min(wanted, panels)) * kWidth, groups = Divide(columns, group);
+  const int64_t length = std::min(terms, kLongest), most = std::max<int64_t>(kPackedBytes / (length * kWidth), 1);
+  const int64_t group = std::min(Divide(panels, std::min(wanted, panels)), most) * kWidth, groups = Divide(columns, group);
   const int64_t piece = RowsOf(rows, Divide(wanted, groups)), pieces = Divide(rows, piece);
   const auto run = [&](int64_t item) {
     const int64_t member = item / (groups * pieces), row = item / groups % pieces * piece, column = item % groups * group;
-    const Panels own(std::min(group, columns - column), terms);
-    own.Fill(w.typed_data() + Offset(w.dimensions(), shape, member) + column * terms);
-    own.Sum(x.typed_data() + Offset(x.dimensions(), shape, member) + row * terms, std::min(piece, rows - row),
-            y->typed_data() + (member * rows + row) * columns + column, columns);
+    const uint8_t* own_x = x.typed_data() + Offset(x.dimensions(), shape, member) + row * terms;
+    const uint8_t* own_w = w.typed_data() + Offset(w.dimensions(), shape, member) + column * terms;
+    int32_t* own_y = y->typed_data() + (member * rows + row) * columns + column;
+    const int64_t width = std::min(group, columns - column);
+    for (int64_t k = 0; k < terms; k += length) {
+      const Panels own(width, std::min(length, terms - k));
+      own.Fill(own_w + k, terms);
+      own.Sum(own_x + k, terms, std::min(piece, rows - row), width, {own_y, columns, k > 0});
+    }
   };
   const int64_t count = batch * groups * pieces;
   if (serial) {
@@ -529,7 +536,7 @@ ffi::Error SadNorm(ffi::ThreadPool pool, ffi::AnyBuffer x, Bytes w, Numbers tabl
   const Layer layer{columns, grid.step, excess, excess + columns, excess + 2 * columns, epsilon, gelu};
   const bool is_bytes = x.element_type() == ffi::DataType::U8;
   const Panels panels(columns, terms);
-  panels.Fill(w.typed_data());
+  panels.Fill(w.typed_data(), terms);
   const int64_t piece = std::min(RowsOf(rows, PiecesFor(pool)), kChunk);
   ParallelFor(pool, Divide(rows, piece), [&](int64_t item) {
     const int64_t first = item * piece, count = std::min(piece, rows - first);

@@ -84,7 +84,7 @@ def test_ten_thousand_random_cases(backend):
 
 
 @pytest.mark.cases(6)
-@pytest.mark.parametrize("k", [1, 1500, 5000])
+@pytest.mark.parametrize("k", [1, 1500, 5000, 33_001])
 def test_the_farthest_bytes_in_sums_of_several_pieces(backend, k):
     x, w = np.zeros((1, 3, k), np.uint8), np.full((1, 2, k), 255, np.uint8)
     check(backend, x, w)
