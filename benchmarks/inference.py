@@ -2,96 +2,204 @@
 
     python -m benchmarks.inference
     taskset -c 0 python -m benchmarks.inference --size small --batches 1 8
+    python -m benchmarks.inference --runs runs/adder_deit_tiny runs/deit_tiny --batches 64
 
-DeiT of random weights: ours in eight bits, with float32 adder layers, and multiplicative; timm's in
-PyTorch, eager and compiled; the same as ONNX by ONNX Runtime in static int8 (QDQ) and by OpenVINO
-in float32 and int8. What is not installed is left out with a line (`pip install torch timm onnx
-onnxruntime openvino`). All take turns, on as many threads as the process has cores; a ratio is a
-median over rounds. On a machine that does anything else, the numbers are an indication.
+DeiT: ours in few bits, with float32 adder layers, and multiplicative; timm's in PyTorch, eager and
+compiled; the same as ONNX by ONNX Runtime in static int8 (QDQ) and by OpenVINO in float32 and int8.
+What is not installed is left out with a line (`pip install torch timm onnx onnxruntime openvino`).
+All take turns, on as many threads as the process has cores; a ratio is a median over rounds. On a
+machine that does anything else, the numbers are an indication.
+
+Weights are random, or those of two runs on the same data, an adder one that `--mode=quantize` was
+run on and a multiplicative one: then all are scored on the same evaluation split. Memory is what
+loading a network and three calls add to the peak of a process that has imported all libraries:
+weights, arrays, and what compiles it.
 """
 
 import functools
+import importlib
+import importlib.util
+import multiprocessing
+import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
+from ml_collections import ConfigDict
 
 import benchmarks
-from adder_flax import ops, own_cache, quantized
-from adder_flax.models import deit_small, deit_tiny
+from adder_flax import data, interop, ops, own_cache, quantized, settings, training
+from adder_flax.app import modes
+from adder_flax.experiments import common
+from adder_flax.models import VisionTransformer
 from benchmarks.ops import cores
 from benchmarks.timing import measure
 
-ADDER = dict(score="adder", qkv_linear="adder", proj_linear="adder", mlp_linear="adder")
-OURS, ROUNDS, CALIBRATION_IMAGES = "ours, int8 adder", 15, 8
-TITLES = ("batch", "network", "ms", "images/s", f"times as long as {OURS}")
+OURS, ROUNDS, CALIBRATION_IMAGES, SCORED_BATCH = "ours, int8 adder", 15, 64, 64
+TITLES = ("batch", "network", "ms", "images/s", f"times as long as {OURS}", "MB", "accuracy")
 
 
-def ours(size: str, side: int, images: np.ndarray) -> dict[str, Callable]:
-    """Returns our networks as functions of no argument, compiled."""
-    make = {"tiny": deit_tiny, "small": deit_small}[size]
-    sizes: dict[str, Any] = dict(image_size=side, patch_size=patch_of(side))
-    adder = make(**sizes, **ADDER, rngs=nnx.Rngs(0))
-    models = {
-        OURS: quantized.quantize_model(adder, images_of(side, CALIBRATION_IMAGES)),
-        "ours, float32 adder": adder,
-        "ours, float32 multiplicative": make(**sizes, rngs=nnx.Rngs(0)),
-    }
+class Files(NamedTuple):
+    """All that a process needs to load any of the networks.
 
-    def function(model: nnx.Module) -> Callable:
-        graphdef, state = nnx.split(model)
-        call = jax.jit(lambda state, images: nnx.merge(graphdef, state)(images))
-        return functools.partial(call, state, jax.numpy.asarray(images))
+    Attributes:
+      folder: with the weights of each in a file, see `write`.
+      fields: `config.model` of the adder network and of the multiplicative one, by name.
+      image_shape: height, width and channels.
+      num_classes: of both.
+      bits: of the files in few bits.
+      network: what their header says of the network.
+    """
 
-    return {name: function(model) for name, model in models.items()}
+    folder: Path
+    fields: dict[str, dict[str, Any]]
+    image_shape: tuple[int, int, int]
+    num_classes: int
+    bits: tuple[int, ...] = (8,)
+    network: dict[str, Any] = {}
+
+    def vit(self, kind: str) -> settings.VitSettings:
+        return settings.read(settings.VitSettings, ConfigDict(self.fields[kind]))
+
+    def model(self, kind: str) -> VisionTransformer:
+        """Returns the `adder` or `multiplicative` network without weights."""
+        sizes: dict[str, Any] = dict(image_size=self.image_shape[:2], channels=self.image_shape[2])
+        sizes |= dict(settings=self.vit(kind), num_classes=self.num_classes)
+        return nnx.eval_shape(lambda: VisionTransformer(**sizes, rngs=nnx.Rngs(0)))
 
 
-def rivals(
-    size: str, side: int, images: np.ndarray, folder: Path
-) -> Iterator[tuple[str, Callable]]:
-    """Yields the networks of others that are installed."""
-    try:
-        import timm
-        import torch
-    except ModuleNotFoundError as error:
-        print(f"left out: all networks of others, for want of {error.name}", file=sys.stderr)
-        return
+class Network(NamedTuple):
+    """A function of images, and what makes them its kind of array."""
+
+    call: Callable[[Any], Any]
+    given: Callable[[np.ndarray], Any]
+
+
+def ours(files: Files, batch: int, *, kind: str, bits: int = 0) -> Network:
+    """Returns a network of this project, compiled."""
+    like, path = files.model(kind), files.folder / f"{kind}.safetensors"
+    if bits:
+        path = files.folder / f"int{bits}.safetensors"
+        model, _ = interop.load_integers(like, path, network=files.network)
+    else:
+        model = nnx.merge(*_zeros(like))
+        interop.load_weights(model, path)
+    graphdef, state = nnx.split(model)
+    call = jax.jit(lambda state, images: nnx.merge(graphdef, state)(images))
+    return Network(functools.partial(call, state), jax.numpy.asarray)
+
+
+def in_torch(files: Files, batch: int, *, compiled: bool) -> Network:
+    import torch
+
     torch.set_num_threads(cores())
-    sizes = dict(img_size=side, patch_size=patch_of(side))
-    model = timm.create_model(f"deit_{size}_patch16_224", **sizes).eval()
-    given, channels_first = torch.tensor(images).permute(0, 3, 1, 2).contiguous(), (0, 3, 1, 2)
+    model = timm_model(files)
+    model = torch.compile(model) if compiled else model
 
-    def in_torch(call: Callable) -> Callable:
-        def run() -> Any:
-            with torch.inference_mode():
-                return call(given)
+    def call(images: Any) -> Any:
+        with torch.inference_mode():
+            return model(images)
 
-        return run
+    return Network(call, lambda images: torch.tensor(_channels_first(images)))
 
-    yield "PyTorch, float32", in_torch(model)
-    yield "PyTorch, compiled", in_torch(torch.compile(model))
-    try:
-        import onnx  # noqa: F401 - torch writes with it
-        import onnxruntime
-        from onnxruntime import quantization
-    except ModuleNotFoundError as error:
-        print(f"left out: ONNX Runtime and OpenVINO, for want of {error.name}", file=sys.stderr)
+
+def timm_model(files: Files) -> Any:
+    """Returns timm's vision transformer with the multiplicative network's weights."""
+    import timm
+    from safetensors.torch import load_file
+
+    vit, (height, width, channels) = files.vit("multiplicative"), files.image_shape
+    model = timm.create_model(
+        "vit_tiny_patch16_224",
+        **dict(img_size=(height, width), patch_size=vit.patch_size, in_chans=channels),
+        **dict(embed_dim=vit.width, depth=vit.depth, num_heads=vit.num_heads),
+        num_classes=files.num_classes,
+    )
+    model.load_state_dict(load_file(files.folder / "timm.safetensors"))
+    return model.eval()
+
+
+def in_onnxruntime(files: Files, batch: int) -> Network:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = cores()
+    session = onnxruntime.InferenceSession(str(onnx_file(files, "int8", batch)), options)
+    return Network(
+        lambda images: session.run(None, {"images": images})[0],
+        _channels_first,
+    )
+
+
+def in_openvino(files: Files, batch: int, *, kind: str, precision: str) -> Network:
+    import openvino
+
+    limits = {"INFERENCE_NUM_THREADS": cores(), "PERFORMANCE_HINT": "LATENCY"}
+    hints = {**limits, "INFERENCE_PRECISION_HINT": precision}
+    model = openvino.Core().compile_model(str(onnx_file(files, kind, batch)), "CPU", hints)
+    return Network(lambda images: model([images])[0], _channels_first)
+
+
+def onnx_file(files: Files, kind: str, batch: int) -> Path:
+    return files.folder / f"{kind}_{batch}.onnx"
+
+
+def networks(files: Files) -> Iterator[tuple[str, Callable[[Files, int], Network]]]:
+    """Yields a function for each network that can be had here: it loads it for a batch size."""
+    for bits in files.bits:
+        yield f"ours, int{bits} adder", functools.partial(ours, kind="adder", bits=bits)
+    yield "ours, float32 adder", functools.partial(ours, kind="adder")
+    yield "ours, float32 multiplicative", functools.partial(ours, kind="multiplicative")
+    if _installed("PyTorch", "torch", "timm"):
+        yield "PyTorch, float32", functools.partial(in_torch, compiled=False)
+        yield "PyTorch, compiled", functools.partial(in_torch, compiled=True)
+        if _installed("ONNX Runtime", "onnx", "onnxruntime"):
+            yield "ONNX Runtime, int8", in_onnxruntime
+            if _installed("OpenVINO", "openvino"):
+                import openvino
+
+                capable = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+                for precision in ("f32", "bf16") if "BF16" in capable else ("f32",):
+                    for kind in ("float32", "int8"):
+                        name = {"f32": kind, "bf16": f"{kind} in bfloat16"}[precision]
+                        take = functools.partial(in_openvino, kind=kind, precision=precision)
+                        yield f"OpenVINO, {name}", take
+
+
+def write(folder: Path, models: dict[str, nnx.Module], **shared: Any) -> Files:
+    """Writes the weights of both networks in float32."""
+    for kind, model in models.items():
+        interop.save_weights(model, folder / f"{kind}.safetensors")
+    interop.save_weights(models["multiplicative"], folder / "timm.safetensors", names="timm")
+    return Files(folder, **shared)
+
+
+def write_onnx(files: Files, images: np.ndarray, batch: int) -> None:
+    """Writes timm's network for a batch size, in float32 and in int8 calibrated on images."""
+    if not all(map(importlib.util.find_spec, ("torch", "timm", "onnx", "onnxruntime"))):
         return
-    paths = [str(folder / f"{kind}{len(images)}.onnx") for kind in ("float32", "int8")]
-    torch.onnx.export(model, (given,), paths[0], input_names=["images"], dynamo=False)
-    array = np.ascontiguousarray(images.transpose(channels_first))
+    import torch
+    from onnxruntime import quantization
+
+    paths = [onnx_file(files, kind, batch) for kind in ("float32", "int8")]
+    images = _channels_first(images)
+    given = torch.tensor(np.resize(images, (batch, *images.shape[1:])))
+    names = dict(input_names=["images"], dynamo=False)
+    torch.onnx.export(timm_model(files), (given,), str(paths[0]), **names)
 
     class Examples(quantization.CalibrationDataReader):
-        left = 4
+        left = iter(np.resize(images, (max(batch, len(images)), *images.shape[1:])))
 
         def get_next(self) -> dict[str, np.ndarray] | None:
-            self.left -= 1
-            return {"images": array} if self.left >= 0 else None
+            rows = [row for row, _ in zip(self.left, range(batch), strict=False)]
+            return {"images": np.stack(rows)} if len(rows) == batch else None
 
     quantization.quantize_static(
         *paths,
@@ -100,55 +208,131 @@ def rivals(
         per_channel=True,
         op_types_to_quantize=["MatMul", "Gemm"],
     )
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = cores()
-    session = onnxruntime.InferenceSession(paths[1], options)
-    yield "ONNX Runtime, int8", functools.partial(session.run, None, {"images": array})
-    try:
-        import openvino
-    except ModuleNotFoundError as error:
-        print(f"left out: OpenVINO, for want of {error.name}", file=sys.stderr)
-        return
-    limits = {"INFERENCE_NUM_THREADS": cores(), "PERFORMANCE_HINT": "LATENCY"}
-    processor, kinds = openvino.Core(), {"float32": (paths[0], "f32"), "int8": (paths[1], "f32")}
-    if "BF16" in processor.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
-        kinds |= {"bfloat16": (paths[0], "bf16"), "int8 and bfloat16": (paths[1], "bf16")}
-    for kind, (path, precision) in kinds.items():
-        settings = {**limits, "INFERENCE_PRECISION_HINT": precision}
-        compiled = processor.compile_model(path, "CPU", settings)
-        yield f"OpenVINO, {kind}", functools.partial(compiled, [array])
 
 
-def images_of(side: int, count: int) -> np.ndarray:
-    """Returns normalised images of noise."""
-    return np.random.default_rng(0).normal(size=(count, side, side, 3)).astype(np.float32)
+def random_networks(size: str, side: int, folder: Path) -> tuple[Files, np.ndarray]:
+    """Writes DeiTs of random weights, and returns images of noise to calibrate on."""
+    fields, models = {}, {}
+    for kind in ("adder", "multiplicative"):
+        model = common.deit(kind, size).model
+        model.patch_size = 16 if side >= 128 else side // 8
+        fields[kind] = model.to_dict()
+        sizes = dict(image_size=side, num_classes=1000, rngs=nnx.Rngs(0))
+        vit = settings.read(settings.VitSettings, model)
+        models[kind] = VisionTransformer(settings=vit, **sizes)
+    images = np.random.default_rng(0).normal(size=(8, side, side, 3)).astype(np.float32)
+    few = quantized.quantize_model(models["adder"], images)
+    interop.save_integers(few, folder / "int8.safetensors", bits=8, network={}, notes={})
+    shared = dict(image_shape=(side, side, 3), num_classes=1000)
+    return write(folder, models, fields=fields, **shared), images
 
 
-def patch_of(side: int) -> int:
-    """Returns DeiT's 16 pixels for large images, an eighth of small ones."""
-    return 16 if side >= 128 else side // 8
+def trained_networks(workdirs: Sequence[str], folder: Path) -> tuple[Files, np.ndarray, Any]:
+    """Writes the networks of two runs, and returns images to calibrate on and a run's data."""
+    fields, models, network = {}, {}, {}
+    for kind, workdir in zip(("adder", "multiplicative"), workdirs, strict=True):
+        run = training.build_run(training.read_config(workdir), teach=False)
+        place = training.SavedCheckpoints(
+            Path(workdir) / "checkpoints", of=training.fingerprint(run.config)
+        )
+        state = place.restore(run.abstract_state, "last")
+        fields[kind] = run.config.model.to_dict()
+        models[kind] = run.model(training.evaluation_params(state))
+        network = network or modes.network_fields(run)
+    few = [path for path in Path(workdirs[0]).glob("int?.safetensors")]
+    for path in few:
+        shutil.copy(path, folder)
+    inputs = run.task.example().inputs[0]
+    shared = dict(image_shape=inputs.shape[1:], num_classes=run.task.example().sizes["classes"])
+    images = run.task.inputs(run.train_source.first(CALIBRATION_IMAGES))[0]
+    shared |= dict(bits=tuple(sorted((int(path.stem[3:]) for path in few), reverse=True)))
+    shared |= dict(fields=fields, network=network)
+    return write(folder, models, **shared), np.asarray(images), run
+
+
+def accuracy(network: Network, run: training.Run) -> float:
+    """Returns the share of the evaluation split that a network for batches of 64 has right."""
+    right = []
+    for batch in data.EvalPipeline(run.eval_source, SCORED_BATCH):
+        images = np.asarray(run.task.inputs(batch)[0])
+        classes = np.asarray(network.call(network.given(images))).argmax(-1)
+        right.append((classes == batch["label"])[batch["mask"]])
+    return float(np.concatenate(right).mean())
+
+
+def peak_memory(files: Files, name: str, batch: int) -> int:
+    """Returns bytes that a network adds to the peak of a process of its own."""
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(_load_and_call, files, name, batch).result()
+
+
+def _load_and_call(files: Files, name: str, batch: int) -> int:
+    for library in filter(importlib.util.find_spec, ("torch", "onnxruntime", "openvino")):
+        importlib.import_module(library)
+    jax.block_until_ready(jax.numpy.zeros(1))
+    before = training.peak_memory()
+    network = dict(networks(files))[name](files, batch)
+    images = network.given(np.zeros((batch, *files.image_shape), np.float32))
+    for _ in range(3):
+        jax.block_until_ready(network.call(images))
+    return training.peak_memory() - before
+
+
+def _installed(who: str, *packages: str) -> bool:
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    if absent:
+        print(f"left out: {who}, for want of {', '.join(absent)}", file=sys.stderr)
+    return not absent
+
+
+def _zeros(like: nnx.Module) -> tuple[Any, Any]:
+    graphdef, state = nnx.split(like)
+    return graphdef, jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), state)
+
+
+def _channels_first(images: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
 
 
 def main() -> None:
     parser = benchmarks.parser(__doc__)
     parser.add_argument("--size", choices=("tiny", "small"), default="tiny")
     parser.add_argument("--side", type=int, default=224, help="of the images, in pixels")
+    runs = dict(nargs=2, metavar=("ADDER", "MULTIPLICATIVE"))
+    parser.add_argument("--runs", **runs, help="directories of runs, in place of size and side")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--seconds", type=float, default=120.0, help="for each batch")
     options = parser.parse_args()
+    forkserver.ensure_running()  # while this process is small: children count its memory as theirs
     print(f"jax {jax.__version__}, {own_cache.processor_name()}, {cores()} cores")
-    print(f"{ops.backend_report()}\nDeiT {options.size}, {options.side} pixels\n")
-    print(f"| {' | '.join(TITLES)} |\n{'|---' * len(TITLES)}|")
-    for batch in options.batches:
-        images = images_of(options.side, batch)
-        with tempfile.TemporaryDirectory() as folder:
-            functions = ours(options.size, options.side, images)
-            functions |= dict(rivals(options.size, options.side, images, Path(folder)))
+    print(f"{ops.backend_report()}")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, scores = Path(temporary), {}
+        if options.runs:
+            files, calibration, run = trained_networks(options.runs, folder)
+            write_onnx(files, calibration, SCORED_BATCH)
+            for name, load in networks(files):
+                scores[name] = f"{accuracy(load(files, SCORED_BATCH), run):.4f}"
+        else:
+            files, calibration = random_networks(options.size, options.side, folder)
+        vit = files.vit("multiplicative")
+        print(f"{vit.depth} blocks of width {vit.width}, images {files.image_shape}\n")
+        print(f"| {' | '.join(TITLES)} |\n{'|---' * len(TITLES)}|")
+        for batch in options.batches:
+            write_onnx(files, calibration, batch)
+            images = np.resize(calibration, (batch, *files.image_shape))
+            functions = {}
+            for name, load in networks(files):
+                network = load(files, batch)
+                functions[name] = functools.partial(network.call, network.given(images))
             timings = measure(functions, ROUNDS, options.seconds)
-        for name in functions:
-            seconds = timings.median(name)
-            row = (batch, name, f"{1e3 * seconds:.1f}", f"{batch / seconds:.1f}")
-            print(f"| {' | '.join(map(str, row))} | {timings.ratio(name, OURS):.2f} |", flush=True)
+            for name in functions:
+                seconds, ratio = timings.median(name), timings.ratio(name, OURS)
+                memory = peak_memory(files, name, batch) / 1e6
+                row = (batch, name, f"{1e3 * seconds:.1f}", f"{batch / seconds:.1f}")
+                row += (f"{ratio:.2f}", f"{memory:.0f}", scores.get(name, ""))
+                print(f"| {' | '.join(map(str, row))} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -350,7 +350,7 @@ def quantize(config: Any, workdir: str | Path, checkpoint: str, weights: str) ->
         "arithmetic_joules": joules,
     }
     with training.user_errors():
-        size = interop.save_integers(few, path, bits=bits, network=_network(run), notes=notes)
+        size = interop.save_integers(few, path, bits=bits, network=network_fields(run), notes=notes)
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     _say(
         f"{split} {run.task.best.name} {scores[weights][best]:.4f}, "
@@ -385,7 +385,7 @@ def _in_few_bits(run: training.Run, workdir: str | Path, weights: str) -> tuple[
     like = run.model(training.evaluation_params(run.abstract_state))
     with training.user_errors():
         model, header = interop.load_integers(
-            like, _integers(workdir, weights), network=_network(run)
+            like, _integers(workdir, weights), network=network_fields(run)
         )
     return model, f"step {header['notes']['step']} in {header['bits']} bits"
 
@@ -394,7 +394,7 @@ def _integers(workdir: str | Path, weights: str) -> Path:
     return Path(workdir) / f"{weights}.safetensors"
 
 
-def _network(run: training.Run) -> dict[str, Any]:
+def network_fields(run: training.Run) -> dict[str, Any]:
     """Returns the fields of a configuration that tell a network and how images are made for it."""
     fields = training.fingerprint(run.config)
     told = ("model.", "data.mean", "data.std", "data.image_size")
@@ -505,7 +505,7 @@ def _page_writer(run: training.Run, model: Any, path: Path, step: int) -> Callab
     networks, facts = {"float32": model}, run.task.data_facts
     for file in sorted(path.parent.glob("int?.safetensors"), reverse=True):
         with training.user_errors():
-            few, header = interop.load_integers(model, file, network=_network(run))
+            few, header = interop.load_integers(model, file, network=network_fields(run))
         if header["notes"]["step"] == step:
             networks[f"{header['bits']} bits"] = few
     batch, names = source.first(_PAGE_EXAMPLES), source.label_names
