@@ -16,6 +16,7 @@ from jaxtyping import UInt8
 from adder_flax import data, recorder
 from adder_flax.attention import attention_map
 from adder_flax.data import usable_cores
+from adder_flax.data._images import decode_and_resize
 from adder_flax.errors import RunError, first_line
 from adder_flax.report import attention_figure, save_figure, tokens_in_front
 from adder_flax.tasks import Classification
@@ -82,7 +83,8 @@ class Predictor:
     """A classifier with all that lies between a file and names of classes.
 
     Images of any size are resized and cropped as those of the evaluation split: photographs to
-    their centre, of sets whose images are all of one size to the largest square in their middle.
+    their centre, of sets whose images are all of one size to the largest square in their middle, or
+    whole where that size is no square.
 
     Args:
       task: of the run.
@@ -133,9 +135,11 @@ class Predictor:
 
     def _read(self, path: Path) -> UInt8[np.ndarray, "h w c"] | str:
         """Returns the pixels of a file, or why there are none."""
-        size, _, channels = self._source.image_shape
+        shape, ratio = self._source.image_shape, self._source.eval_crop_ratio
         try:
-            return data.read_image(path, size, channels, crop_ratio=self._source.eval_crop_ratio)
+            if shape[0] != shape[1]:
+                return decode_and_resize(path.read_bytes(), shape)
+            return data.read_image(path, shape[0], shape[2], crop_ratio=ratio)
         except Exception as error:  # Pillow's decoders raise errors of many types for a broken file
             kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
             return printable(kind + first_line(error))

@@ -77,6 +77,28 @@ def test_an_image_of_another_shape_gives_its_middle(run, tmp_path):
     assert np.corrcoef(seen.ravel(), image.ravel())[0, 1] > 0.95
 
 
+def test_images_of_a_set_that_is_not_square_are_seen_whole(run, tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (64, 8, 16, 1), np.uint8)
+    names = [str(number) for number in range(10)]
+
+    def load(name, split, **options):
+        return data.ArraySource(
+            "wide", split, ("train", "test"), images, np.arange(64, dtype=np.int32) % 10, names
+        )
+
+    wide = build_run(run.config, load=load)
+    write_digits(tmp_path, images[:3])
+    predictor = Predictor(wide.task, wide.model(wide.init()["params"]), wide.eval_source)
+    found = [pixels for _, pixels in predictor(files_of(tmp_path))]
+    np.testing.assert_array_equal(found, images[:3])
+    assert modes._preparation(wide.eval_source) == "the whole image, resized"
+
+
+def test_a_program_and_a_page_take_the_middle_as_predictions_do(run):
+    assert modes._preparation(run.eval_source).startswith("the shorter side resized to 8 pixels")
+    assert modes._shorter_side(run.eval_source) == 8
+
+
 def test_lines_for_people_and_programs():
     taken = Prediction(Path(os.fsdecode(b"caf\xe9\n.png")), (("cat\x1b[31m", 0.75), ("dog", 0.25)))
     assert taken.as_text(20) == r"caf\udce9\n.png       cat\x1b[31m 75.0%  dog 25.0%"

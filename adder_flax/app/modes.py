@@ -454,10 +454,17 @@ def _program_writer(
 
 def _preparation(source: data.ImageSource) -> str:
     """What becomes of an image before a program takes it."""
-    if not source.crops_on_host:
+    if (shorter := _shorter_side(source)) is None:
         return "the whole image, resized"
-    shorter = data.resized_side(source.image_shape[0], source.eval_crop_ratio)
     return f"the shorter side resized to {shorter} pixels, then the middle"
+
+
+def _shorter_side(source: data.ImageSource) -> int | None:
+    """What an image's becomes before its middle is taken, as ``--mode=predict`` does; None where it
+    is resized whole.
+    """
+    height, width, _ = source.image_shape
+    return data.resized_side(height, source.eval_crop_ratio) if height == width else None
 
 
 _LOAD_FOLDER = """\
@@ -511,7 +518,6 @@ def _page_writer(run: training.Run, model: Any, path: Path, step: int) -> Callab
     batch, names = source.first(_PAGE_EXAMPLES), source.label_names
     # The first of each class, as later keys replace earlier ones.
     first = dict(zip(batch["label"][::-1].tolist(), batch["image"][::-1], strict=True))
-    side = data.resized_side(source.image_shape[0], source.eval_crop_ratio)
     return functools.partial(
         interop.save_web,
         networks,
@@ -521,7 +527,7 @@ def _page_writer(run: training.Run, model: Any, path: Path, step: int) -> Callab
         std=facts.std,
         label_names=names,
         examples={names[label]: first[label] for label in sorted(first)[:10]},
-        resized=side if source.crops_on_host else None,
+        resized=_shorter_side(source),
     )
 
 

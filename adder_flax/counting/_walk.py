@@ -174,7 +174,8 @@ def _count(equation: Any, tally: Tally, layer: str) -> None:
         tally.add(layer, kind, out.aval.dtype, size(out) * math.prod(params["window_dimensions"]))
     elif name in ("sort", "top_k"):
         aval = equation.invars[0].aval
-        rounds = max(aval.shape[params.get("dimension", -1)] - 1, 0).bit_length()
+        axis = params.get("dimension", params.get("axis", -1))
+        rounds = max(aval.shape[axis] - 1, 0).bit_length()
         tally.add(layer, COMPARE, aval.dtype, size(equation.invars[0]) * rounds)
     elif name not in _FREE:
         tally.uncounted[_kernel_name(equation)] += 1
@@ -213,6 +214,8 @@ def _walk_inner(
 ) -> None:
     """Loops as often as they run, a sharded map on all devices, of a conditional the dearest."""
     name, params, parts, times = equation.primitive.name, equation.params, [], 1
+    if name == "custom_linear_solve":  # its products and transposed solver are for derivatives
+        inner = [params["jaxprs"].solve.jaxpr]
     for jaxpr in inner:
         parts.append(Tally())
         walk(jaxpr, parts[-1], layer_of, stack)

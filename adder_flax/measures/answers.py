@@ -17,7 +17,7 @@ def confusion_matrix(
     array([[1, 1],
            [0, 1]])
     """
-    places = np.asarray(labels) * classes + np.asarray(predicted)
+    places = np.asarray(labels, np.int64) * classes + np.asarray(predicted)
     return np.bincount(places, minlength=classes**2).reshape(classes, classes)
 
 

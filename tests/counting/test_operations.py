@@ -115,6 +115,25 @@ def test_what_is_put_into_an_array_counts_by_its_elements():
     assert count_operations(windows, spec(6)).multiplications == 5 * 2
 
 
+def test_a_linear_solver_counts_what_it_runs():
+    def solve(matrix, b):
+        product, by_transpose = lambda x: matrix @ x, lambda _, x: matrix.T @ x
+        return jax.lax.custom_linear_solve(product, b, lambda _, x: 2 * x, by_transpose)
+
+    counted = count_operations(solve, spec(5, 5), spec(5))
+    assert (counted.multiplications, counted.additions) == (5, 0)
+    assert count_operations(jnp.linalg.solve, spec(4, 4), spec(4, 1)).uncounted == {
+        "lu": 1,
+        "triangular_solve": 2,
+    }
+
+
+@pytest.mark.parametrize(("axis", "rounds"), [(0, 3), (1, 2)])
+def test_the_largest_are_sorted_out_along_their_axis(axis, rounds):
+    counted = count_operations(lambda x: jax.lax.top_k(x, 2, axis=axis), spec(8, 3))
+    assert counted.comparisons == 8 * 3 * rounds
+
+
 def test_unknown_kernel_is_reported_and_a_declared_one_counted():
     call = jax.ffi.ffi_call("test_declared_kernel", spec(6))
     counted = count_operations(call, spec(6, 3))

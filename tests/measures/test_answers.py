@@ -13,6 +13,8 @@ def test_confusions_are_counted_one_by_one():
     for true, seen in zip(labels, predicted, strict=True):
         table[true, seen] += 1
     np.testing.assert_array_equal(confusion_matrix(labels, predicted, 7), table)
+    narrow = confusion_matrix(np.array([1, 99], np.int8), np.array([1, 98], np.int8), 100)
+    assert narrow[[1, 99], [1, 98]].tolist() == [1, 1]
 
 
 def test_calibration_goes_through_the_answers_bin_by_bin():

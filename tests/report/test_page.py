@@ -371,6 +371,15 @@ def test_a_removed_head_gives_zeros(linear):
     assert not np.allclose(of.logits(cut), of.logits(of.params))
 
 
+def test_values_that_cannot_be_zeros_are_not_measured():
+    """An adder layer without a norm says -Σ|x| where its weights are zeros."""
+    model = model_of(qkv_linear="adder", adder_options=dict(norm=None))
+    study = dataclasses.replace(
+        study_of(observe("m", model, IMAGES)), probe=probe(model, [IMAGES], LABELS)
+    )
+    assert set(verdicts(heads.judge(study)).values()) == {NOT_MEASURED}
+
+
 @pytest.mark.unchecked
 def test_attention_on_the_object_is_told_from_attention_on_the_border():
     subject, picture = observe("m", model_of(), IMAGES), np.zeros((5, 8, 8, 1))

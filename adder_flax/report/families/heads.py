@@ -35,8 +35,11 @@ def judge(study: Study) -> Findings:
     subject, of = study.subject, study.probe
     numbers = {subject.attention(block).num_kv_heads for block in range(len(subject.maps))}
     blocks = list(of.params.get("blocks", ()))
-    if len(numbers) > 1 or numbers == {1} or len(blocks) != len(subject.maps):
-        finding = "Needs a vision transformer of more than 1 head."
+    values = [subject.attention(block).value for block in range(len(subject.maps))]
+    # An adder layer without a norm says -Σ|x| where its weights are zeros.
+    bare = any(hasattr(layer, "norm") and layer.norm is None for layer in values)
+    if len(numbers) > 1 or numbers == {1} or len(blocks) != len(subject.maps) or bare:
+        finding = "Needs a vision transformer of more than 1 head whose values can be zeros."
         return Findings([each(NOT_MEASURED, finding=finding) for each in (_removable, _single)], [])
     [count] = numbers
     every = [(block, head) for block in blocks for head in range(count)]
