@@ -126,7 +126,7 @@ def draw_accuracy(page: str) -> plt.Figure:
     figure, axes = report.new_figure(4.6, 3.0)
     place = axes[0, 0]
     for number, kind in enumerate(("adder", "multiplicative", "")):
-        theirs = [row for row in rows if (row[0].split()[-1] if row[0].startswith("ours") else "") == kind]
+        theirs = [row for row in rows if re.sub("ours.* |^(?!ours).*", "", row[0]) == kind]
         look = report.line(number) | {"linestyle": "", "markersize": 6}
         label = f"ours, {kind}" if kind else "others, multiplicative"
         speeds, scores = ([float(row[column]) for row in theirs] for column in (1, 2))
