@@ -229,10 +229,11 @@ class ArraySource(ImageSource):
                 f"Expected images of {name}/{split} in uint8, 0 to 255, got {images.dtype}. Scale "
                 "them to that range and convert them."
             )
-        if len(self.labels) and (largest := self.labels.max()) >= len(self.label_names):
+        known = range(len(self.label_names))
+        if unknown := sorted(set(self.labels.tolist()).difference(known)):
             raise DataError(
-                f"Expected labels of {name}/{split} in [0, {len(self.label_names)}), got "
-                f"{largest}. Count classes from 0, and name them all."
+                f"Expected labels of {name}/{split} in [0, {len(known)}), got {unknown[-1]}. Count "
+                "classes from 0, and name them all."
             )
         height, width, channels = images.shape[1:]
         self.image_shape = (height, width, channels)
@@ -371,10 +372,11 @@ class CachedSource(ArraySource):
     def __init__(self, source: EncodedSource):
         # Untouched pages of np.empty take no memory, so this costs what has been read so far.
         images = np.empty((len(source), *source.image_shape), np.uint8)
-        labels = np.full(len(source), _UNREADABLE, np.int32)
+        labels = np.zeros(len(source), np.int32)
         super().__init__(
             source.name, source.split, source.splits, images, labels, source.label_names
         )
+        self.labels[:] = _UNREADABLE  # until they are read
         self._source, self._read = source, np.zeros(len(source), bool)
         self.unreadable = source.unreadable
 

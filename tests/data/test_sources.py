@@ -328,6 +328,7 @@ def test_tfds_splits_are_checked(cifar10_dir):
     [
         ("float32", 0, r"images of own/train in uint8, 0 to 255, got float32\. Scale them"),
         ("uint8", 1, r"labels of own/train in \[0, 3\), got 3\. Count classes from 0"),
+        ("uint8", -1, r"labels of own/train in \[0, 3\), got -1\. Count classes from 0"),
     ],
 )
 def test_arrays_that_are_no_images_with_classes_are_refused(dtype, first, message):
