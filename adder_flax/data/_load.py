@@ -51,9 +51,8 @@ def load_source(
         data_dir: root of the folder, or where TFDS sets are prepared (None: TFDS's default).
         image_size: height and width of the returned images, pixels. None: the set's own size. Sets
             whose images vary in size need it: they are resized and cropped on the host.
-        crop_scale: range of the area of that crop in training, as a fraction of the image's; None
-            trains on the centre.
-        crop_ratio: range of its width over its height.
+        crop_scale, crop_ratio: ranges of the area of that crop in training, as a fraction of the
+            image's (None trains on the centre), and of its width over its height.
         eval_crop_ratio: side of the centre of images that vary in size, over their shorter side.
         on_unreadable: ``"raise"`` stops at an image that cannot be decoded, naming it; ``"skip"``
             counts it in `Source.unreadable`, takes the next record instead in training, and leaves
@@ -66,9 +65,9 @@ def load_source(
     split, percents = read_part(split)
     if data_set.splits is not None:
         split = resolve_split(split, data_set.splits, name)
-    options = {"crop_scale": crop_scale, "eval_crop_ratio": eval_crop_ratio}
-    options |= {"data_dir": data_dir, "image_size": image_size, "on_unreadable": on_unreadable}
-    source = data_set.load(split, name=name, **options)
+    place = dict(name=name, data_dir=data_dir, image_size=image_size)
+    crops = dict(crop_scale=crop_scale, eval_crop_ratio=eval_crop_ratio)
+    source = data_set.load(split, **place, **crops, on_unreadable=on_unreadable)
     side = getattr(source, "image_shape", (image_size,))[0]
     if image_size not in (None, side):
         raise DataError(

@@ -62,11 +62,10 @@ class TrainPipeline(_Pipeline):
     """Endless shuffled batches with random access.
 
     An epoch is floor(len(source) / global_batch_size) steps over a fresh permutation of the
-    records: no record comes twice in it, and the few left over differ from epoch to epoch.
-
-    With `repeats` copies of each record one after the other (repeated augmentation, Hoffer et al.,
-    2020, https://arxiv.org/abs/1901.09335, as in DeiT) an epoch has as many steps as without, and
-    sees one record in so many.
+    records: no record comes twice in it, and the few left over differ from epoch to epoch. With
+    `repeats` copies of each record one after the other (repeated augmentation, Hoffer et al., 2020,
+    https://arxiv.org/abs/1901.09335, as in DeiT) an epoch has as many steps as without, and sees
+    one record in so many.
 
     Permutations come from raw draws of Philox, whose stream NumPy keeps from version to version.
     They are uniform, unlike those of `grain.MapDataset.shuffle` (grain 0.2.18), whose epochs are

@@ -39,11 +39,9 @@ def load_tfds(
         info = builder.info
         image_key, label_key = _image_and_label(tfds, name, info)
         label_names = [printable(label) for label in info.features[label_key].names]
-        if (found := len(set(label_names))) != info.features[label_key].num_classes:
-            raise ValueError(
-                f"{found} names of labels where features.json declares "
-                f"{info.features[label_key].num_classes} classes"
-            )
+        found, declared = len(set(label_names)), info.features[label_key].num_classes
+        if found != declared:
+            raise ValueError(f"{found} names of labels where features.json declares {declared}")
         for part in split.split("+"):
             if (known := part.partition("[")[0].strip()) in info.splits:
                 _check_shards(info.splits[known])

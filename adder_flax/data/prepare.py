@@ -54,46 +54,38 @@ def prepare(
     if source is not None and not pathlib.Path(source).is_dir():
         raise DataError(f"Expected --source as a folder, got '{printable(source)}', which is none.")
     folder = None if source is None else pathlib.Path(source)
+    builder: Any = None
     try:
         if name == "folder":
             builder, folder = _folder_builder(folder, set_name, data_dir), None
         elif name in _BUILDERS:
             builder = _BUILDERS[name](data_dir=data_dir, file_format="array_record")
-            builder.source = folder  # type: ignore
+            builder.source = folder
         else:
             builder = _tfds_builder(name, data_dir)
-        _download_and_prepare(builder, name, folder)
+        config = tfds.download.DownloadConfig(manual_dir=folder)
+        builder.download_and_prepare(download_config=config, file_format="array_record")
     except DataError:
         raise
+    except _NOT_DOWNLOADED as error:
+        raise DataError(
+            f"Expected the published source files of {name}, got {type(error).__name__}: {error}\n"
+            f"Download them yourself and pass --source=<their folder>:\n{_source_files(builder)}"
+        ) from error
     except Exception as error:  # of TFDS and its many libraries
+        # TFDS wraps the failed import in errors of its own, such as that of extracting an archive.
+        if any(getattr(e, "name", None) == "tensorflow" for e in _chain(error)):
+            raise DataError(
+                f"Expected TensorFlow, which TFDS needs to prepare {name}, got none. Install it "
+                "for this command alone (pip install tensorflow-cpu, best in another "
+                "environment); training does not need it."
+            ) from error
         raise DataError(
             f"Expected to prepare '{printable(name)}' in {printable(sets_folder(data_dir))}, got "
             f"{reason(error)}. Nothing half is taken for a set; mend this and run the command "
             "again."
         ) from error
     return pathlib.Path(builder.data_dir)
-
-
-def _download_and_prepare(
-    builder: tfds.core.DatasetBuilder, name: str, source: pathlib.Path | None
-) -> None:
-    try:
-        config = tfds.download.DownloadConfig(manual_dir=source)
-        builder.download_and_prepare(download_config=config, file_format="array_record")
-    except _NOT_DOWNLOADED as error:
-        raise DataError(
-            f"Expected the published source files of {name}, got {type(error).__name__}: {error}\n"
-            f"Download them yourself and pass --source=<their folder>:\n{_source_files(builder)}"
-        ) from error
-    except Exception as error:
-        # TFDS wraps the failed import in errors of its own, such as that of extracting an archive.
-        if not any(getattr(e, "name", None) == "tensorflow" for e in _chain(error)):
-            raise
-        raise DataError(
-            f"Expected TensorFlow, which TFDS needs to prepare {name}, got none. Install it for "
-            "this command alone (pip install tensorflow-cpu, best in another environment); "
-            "training does not need it."
-        ) from error
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
