@@ -25,7 +25,7 @@ EXPERIMENTS = sorted(
 
 def _build(name, data=None):
     config = importlib.import_module(f"experiments.{name}").get_config(data)
-    source = load_source("fake", "train", image_size=config.data.image_size, num_classes=1000)
+    source = load_source("fake", "train", image_size=config.data.image_size)
     return config, nnx.eval_shape(lambda: vit(read(RunSettings, config).model, source))
 
 
@@ -92,7 +92,7 @@ def test_the_twin_of_the_fast_recipe_has_its_sizes():
         name: value for name, value in own.task.items() if name != "name"
     }
     assert own.data == twin.data
-    source = load_source("fake", "train", image_size=32, num_classes=10)
+    source = load_source("fake", "train", image_size=32)
     for config in (own, twin):
         model = nnx.eval_shape(functools.partial(vit, read(RunSettings, config).model, source))
         assert model.pos_embed.shape == (1, 16, 192)

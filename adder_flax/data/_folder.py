@@ -54,18 +54,11 @@ class Collection:
         return make([numbers[label] for label in labels])
 
 
-def register_collection(
-    name: str, open_folder: Callable[[pathlib.Path], Collection], what: str
-) -> None:
+def register_collection(name: str, open_folder: Callable[[pathlib.Path], Collection], what: str):
     """Adds a data set that is read from the folder ``config.data.data_dir``, which is ``what``."""
 
     def load(
-        split: str,
-        *,
-        name: str,
-        data_dir: str | None = None,
-        image_size: int | None = None,
-        **options: Any,
+        split: str, *, name: str, data_dir: str | None, image_size: int | None, **options: Any
     ) -> EncodedSource:
         if data_dir is None:
             raise DataError(f"Expected data_dir=<{what}> for data set {name!r}, got none.")
@@ -78,9 +71,8 @@ def register_collection(
             raise DataError(f"Expected data_dir=<{what}>, got {data_dir!r}, which is no folder.")
         found = open_folder(pathlib.Path(data_dir))
         split = resolve_split(split, found.splits, printable(data_dir))
-        records, shape = found.records(split), (image_size, image_size, 3)
-        whole = (name, split, found.splits, records, found.label_names, shape)
-        return EncodedSource(*whole, crops_on_host=True, **options)
+        whole = (name, split, found.splits, found.records(split), found.label_names)
+        return EncodedSource(*whole, (image_size, image_size, 3), crops_on_host=True, **options)
 
     load.__qualname__ = f"load_{name}"  # by which a second registration is known
     register_source(DataSet(name, load))
@@ -139,8 +131,8 @@ def image_folder(root: pathlib.Path) -> Collection:
     """Opens an image folder.
 
     Labels number the sub-folders of the *train* split by name, so every split means the same by a
-    label. Folders in a class's folder belong to the class. Files and folders whose names begin with
-    a dot are left alone.
+    label. Folders in a class's folder belong to the class; names that begin with a dot are left
+    alone.
     """
     splits = _folders_in(root)
     if not splits:
@@ -163,7 +155,7 @@ def _read_split(folder: pathlib.Path, *, full: bool) -> tuple[partial[FileRecord
     """The images of a split in the order of their paths, and their classes."""
     shown, names = printable(folder), _class_names(folder)
     beside = (entry.name for entry in _entries(folder) if not entry.is_dir())
-    if stray := sorted(filter(_is_image, beside)):
+    if stray := sorted(name for name in beside if _ending(name) in _images.image_suffixes()):
         raise DataError(
             f"Expected images in {shown}/<class>/, got the file {stray[0]!r} beside the "
             f"classes' folders ({len(stray)} such files in all). Move them into the folders of "
@@ -172,8 +164,8 @@ def _read_split(folder: pathlib.Path, *, full: bool) -> tuple[partial[FileRecord
     left_out: Counter[str] = Counter()
     files = {name: _images_in(folder / name, left_out) for name in names}
     if left_out:
-        most = sorted(left_out.items(), key=lambda kind_and_n: (-kind_and_n[1], kind_and_n[0]))
-        kinds = ", ".join(f"{n} {kind}" for kind, n in most[:10])
+        most = sorted((-count, kind) for kind, count in left_out.items())
+        kinds = ", ".join(f"{-count} {kind}" for count, kind in most[:10])
         logging.warning("%s: left out what is no image by its name: %s", shown, kinds)
     empty = [name for name in names if not files[name]]
     if empty and (full or len(empty) == len(names)):
@@ -207,8 +199,8 @@ def _entries(folder: str | pathlib.Path) -> list[os.DirEntry]:
         return [entry for entry in entries if not entry.name.startswith(".")]
 
 
-def _is_image(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in _images.image_suffixes()
+def _ending(name: str) -> str:
+    return os.path.splitext(name)[1].lower()
 
 
 def _folders_in(folder: pathlib.Path) -> list[str]:
@@ -221,10 +213,9 @@ def _images_in(folder: str | pathlib.Path, left_out: Counter[str]) -> list[str]:
     for entry in _entries(folder):
         if entry.is_dir():
             found += _images_in(entry.path, left_out)
-        elif _is_image(entry.name):
+        elif (ending := _ending(entry.name)) in _images.image_suffixes():
             found.append(entry.path)
         else:
-            ending = os.path.splitext(entry.name)[1].lower()
             left_out[printable(ending, 20) or "without an ending"] += 1
     return sorted(found, key=lambda path: path.split(os.sep))
 

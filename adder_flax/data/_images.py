@@ -18,6 +18,9 @@ from adder_flax.extras import needs
 with needs("data"):
     from PIL import ExifTags, Image, TiffImagePlugin
 
+Square = UInt8[np.ndarray, "size size channel"]
+Range = tuple[float, float]
+
 EVAL_CROP_RATIO = 0.875
 """Side of the centre crop over the shorter side of the resized image (DeiT: 224 of 256)."""
 
@@ -40,8 +43,8 @@ def _formats() -> tuple[str, ...]:
 @functools.cache
 def image_suffixes() -> frozenset[str]:
     """The endings of file names of images: those of every format that is read."""
-    formats = set(_formats())
-    return frozenset(s for s, name in Image.registered_extensions().items() if name in formats)
+    known = Image.registered_extensions().items()
+    return frozenset(suffix for suffix, name in known if name in _formats())
 
 
 _TURNS = (
@@ -68,7 +71,7 @@ def decode_and_resize(
 
 def read_image(
     path: str | Path, size: int, channels: int, *, crop_ratio: float = EVAL_CROP_RATIO
-) -> UInt8[np.ndarray, "size size channel"]:
+) -> Square:
     """The pixels of a file as an evaluation sees them; errors at what is no image vary."""
     return decode_and_center_crop(Path(path).read_bytes(), size, channels, crop_ratio)
 
@@ -86,12 +89,11 @@ def resized_side(size: int, crop_ratio: float) -> int:
 
 def decode_and_center_crop(
     encoded: bytes, size: int, channels: int, crop_ratio: float = EVAL_CROP_RATIO
-) -> UInt8[np.ndarray, "size size channel"]:
+) -> Square:
     """DeiT's evaluation view: shorter side to size / 0.875 (bicubic), then the central size x size.
 
-    The rounding is torchvision's (`Resize`, `CenterCrop`), as in the evaluation transform of
-    https://github.com/facebookresearch/deit (datasets.py), so published weights see the pixels that
-    they were measured on.
+    The rounding is torchvision's, as in https://github.com/facebookresearch/deit (datasets.py), so
+    published weights see the pixels that they were measured on.
     """
     image = _convert(_open(encoded), channels)
     shorter = resized_side(size, crop_ratio)
@@ -106,9 +108,9 @@ def decode_and_random_crop(
     size: int,
     channels: int,
     seed: tuple[int, ...],
-    scale: tuple[float, float],
-    ratio: tuple[float, float] = ASPECT_RATIO_RANGE,
-) -> UInt8[np.ndarray, "size size channel"]:
+    scale: Range,
+    ratio: Range = ASPECT_RATIO_RANGE,
+) -> Square:
     """A random resized crop (bicubic) that is a function of the image and the seed alone."""
     image = _open(encoded)
     rng = np.random.default_rng(seed)
@@ -121,9 +123,8 @@ def decode_and_random_crop(
         image.draft(None, (math.ceil(full_width / reduction), math.ceil(full_height / reduction)))
     image = _convert(image, channels)
     # Multiplied first: then the edges of the whole image stay exactly those of the reduced one.
-    horizontal = [edge * image.size[0] / full_width for edge in (left, left + width)]
-    vertical = [edge * image.size[1] / full_height for edge in (top, top + height)]
-    box = (horizontal[0], vertical[0], horizontal[1], vertical[1])
+    scaled = lambda x, y: (x * image.width / full_width, y * image.height / full_height)
+    box = (*scaled(left, top), *scaled(left + width, top + height))
     return _to_array(image.resize((size, size), Image.Resampling.BICUBIC, box=box))
 
 
@@ -131,8 +132,8 @@ def random_crop_box(
     rng: np.random.Generator,
     width: int,
     height: int,
-    scale: tuple[float, float],
-    ratio: tuple[float, float] = ASPECT_RATIO_RANGE,
+    scale: Range,
+    ratio: Range = ASPECT_RATIO_RANGE,
 ) -> tuple[int, int, int, int]:
     """Draws left, top, width and height of a box, in pixels, as torchvision's `RandomResizedCrop`.
 
@@ -157,10 +158,7 @@ def random_crop_box(
 
 
 def _open(encoded: bytes) -> Image.Image:
-    """The first image of a file, upright and of eight bits a channel.
-
-    Of a JPEG no pixel is decoded yet, if possible.
-    """
+    """The first image of a file, upright, in eight bits a channel; of a JPEG not yet decoded."""
     if not encoded:
         raise ValueError("an empty file")
     try:

@@ -60,11 +60,8 @@ def with_label_sets(source: ImageSource, path: str | Path) -> LabelSetSource:
     The file is in JSON: a list with a list of labels for each image, in the order of the images'
     names. Such are the reassessed labels of ImageNet's validation images, ``real.json`` of
     https://github.com/google-research/reassessed-imagenet (Beyer et al., 2020,
-    https://arxiv.org/abs/2006.07159).
-
-    Raises:
-        DataError: the file cannot be read, is no list of lists of labels, or not as long as the
-            split; or the set does not know its images by names that differ.
+    https://arxiv.org/abs/2006.07159). A file that does not belong to the split is a `DataError`,
+    and so is a set that does not know its images by names that differ.
     """
     label_sets = _read(path, source)
     names = source.file_names()

@@ -7,17 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from adder_flax.data import _digits, _folder, _hugging_face, _sequences, _webdataset  # noqa: F401
-from adder_flax.data._fake import FakeSource
+from adder_flax.data import _folder, _hugging_face, _sequences, _webdataset  # noqa: F401
+from adder_flax.data._built_in import FakeSource
 from adder_flax.data._images import ASPECT_RATIO_RANGE, EVAL_CROP_RATIO
 from adder_flax.data._registry import SETS, DataSet, resolve_split
-from adder_flax.data._source import (
-    DataError,
-    EncodedSource,
-    ImageSource,
-    NotPreparedError,
-    Source,
-)
+from adder_flax.data._source import DataError, EncodedSource, ImageSource, NotPreparedError, Source
 from adder_flax.data._tfds import base_name, load_tfds, tfds_shape
 
 
@@ -31,7 +25,6 @@ def load_source(
     crop_ratio: tuple[float, float] = ASPECT_RATIO_RANGE,
     eval_crop_ratio: float = EVAL_CROP_RATIO,
     on_unreadable: str = "raise",
-    **own_options,
 ) -> Source:
     """Loads one split of a data set by name.
 
@@ -40,8 +33,7 @@ def load_source(
     - ``"image_list"``: data_dir/<split>.csv with the columns path and label.
     - ``"hugging_face"``: a folder of Hugging Face's ``datasets``, or of Parquet files.
     - ``"webdataset"``: data_dir/<split>-<number>.tar with an image and its class for each sample.
-    - ``"fake"``: random images, default 224x224x3, 1,000 classes, 50,000 examples; its own options
-      are ``num_classes``, ``num_examples`` and ``channels``.
+    - ``"fake"``: random images, by default 224x224x3, of 1,000 classes, 50,000 examples.
     - ``"cmudict"``: words and their phonemes, from the CMU Pronouncing Dictionary.
     - what was added with `register_source`.
     - any other name: that TFDS set, read without TensorFlow where it is prepared as ArrayRecord;
@@ -59,29 +51,23 @@ def load_source(
         data_dir: root of the folder, or where TFDS sets are prepared (None: TFDS's default).
         image_size: height and width of the returned images, pixels. None: the set's own size. Sets
             whose images vary in size need it: they are resized and cropped on the host.
-        crop_scale: range of the area of that crop in training, as a fraction of the image's; None
-            trains on the centre.
-        crop_ratio: range of its width over its height.
+        crop_scale, crop_ratio: ranges of the area of that crop in training, as a fraction of the
+            image's (None trains on the centre), and of its width over its height.
         eval_crop_ratio: side of the centre of images that vary in size, over their shorter side.
         on_unreadable: ``"raise"`` stops at an image that cannot be decoded, naming it; ``"skip"``
             counts it in `Source.unreadable`, takes the next record instead in training, and leaves
             it out in evaluation.
-        **own_options: those that the set has, see `DataSet`.
 
-    Raises:
-        DataError: unknown set or split, set not prepared, or a setting that this set does not have.
+    An unknown set or split, a set that is not prepared, or another size than that of a set in
+    memory is a `DataError`.
     """
     data_set = _find(name)
-    for option in own_options:
-        if option not in data_set.options:
-            having = ", ".join(repr(s) for s in SETS if option in SETS.get(s).options) or "no set"
-            raise DataError(f"Expected {option} only for {having}, got it with data set {name!r}.")
     split, percents = read_part(split)
     if data_set.splits is not None:
         split = resolve_split(split, data_set.splits, name)
-    options = {"crop_scale": crop_scale, "eval_crop_ratio": eval_crop_ratio, **own_options}
-    options |= {"data_dir": data_dir, "image_size": image_size, "on_unreadable": on_unreadable}
-    source = data_set.load(split, name=name, **options)
+    place = dict(name=name, data_dir=data_dir, image_size=image_size)
+    crops = dict(crop_scale=crop_scale, eval_crop_ratio=eval_crop_ratio)
+    source = data_set.load(split, **place, **crops, on_unreadable=on_unreadable)
     side = getattr(source, "image_shape", (image_size,))[0]
     if image_size not in (None, side):
         raise DataError(
@@ -98,8 +84,8 @@ def load_source(
 def load_or_imitate(name: str, split: str, **options: Any) -> Source:
     """`load_source`, or where a set is not prepared here, random images in its shape.
 
-    It serves to compile a run, and to look at other images with it, on a machine without the data.
-    How many images the set has is not known then.
+    It serves to compile a run, and to look at other images with it, on a machine without the data,
+    where how many images the set has is not known.
 
     >>> source = load_or_imitate("imagenet2012", "train", data_dir="nowhere", image_size=224)
     >>> source.image_shape, source.num_classes, source.crops_on_host
@@ -188,8 +174,9 @@ def part_of(source: Source, percents: tuple[int, int]) -> Source:
             return source.read(rows[indices], *options)
 
         def file_names(self):
-            whole: Any = source  # of images
-            return [names[row] for names in [whole.file_names()] for row in rows]
+            images: Any = source
+            names = images.file_names()
+            return [names[row] for row in rows]
 
     part = copy.copy(source)
     part.__class__ = Part

@@ -20,28 +20,23 @@ from adder_flax.extras import needs
 with needs("data"):
     import grain
 
+_AHEAD = 2  # batches that are ready or in work ahead of the consumer
+
 
 def usable_cores() -> int:
     """Number of cores that this process may use, which containers and SLURM may limit."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+Rows = Sequence[int] | np.ndarray | None
+
+
 class _Pipeline:
     """Batches by their number, whose rows on this host are read on threads."""
 
-    def __init__(
-        self,
-        source: Source,
-        global_batch_size: int,
-        *,
-        rows: Sequence[int] | np.ndarray | None = None,
-        num_threads: int | None = None,
-        prefetch_batches: int = 2,
-    ):
+    def __init__(self, source: Source, global_batch_size: int, *, rows: Rows = None):
         self.source, self.global_batch_size = source, global_batch_size
         self._rows = np.arange(global_batch_size) if rows is None else np.asarray(rows)
-        self._num_threads = num_threads or usable_cores()
-        self._prefetch_batches = prefetch_batches
 
     def _read(self, step: int, map_function: Callable) -> Batch:
         raise NotImplementedError
@@ -49,12 +44,12 @@ class _Pipeline:
     def _read_ahead(self, start: int, stop: int) -> Generator[Batch, None, None]:
         """Batches of the steps in [start, stop), several at a time, on the same decoding threads.
 
-        Threads, not processes: Pillow releases the GIL, and grain's processes need absl flags to be
-        parsed first, which a library cannot ask of the programs that import it.
+        These are as many as there are cores. Threads, not processes: Pillow releases the GIL, and
+        grain's processes need absl flags to be parsed first, which a library cannot ask of the
+        programs that import it.
         """
-        ahead = self._prefetch_batches
-        options = grain.ReadOptions(num_threads=ahead, prefetch_buffer_size=ahead)
-        with futures.ThreadPoolExecutor(self._num_threads, thread_name_prefix="decode") as decoders:
+        options = grain.ReadOptions(num_threads=_AHEAD, prefetch_buffer_size=_AHEAD)
+        with futures.ThreadPoolExecutor(usable_cores(), thread_name_prefix="decode") as decoders:
             read = lambda step: self._read(int(step), decoders.map)
             batches = iter(grain.MapDataset.range(start, stop).map(read).to_iter_dataset(options))
             try:
@@ -67,11 +62,10 @@ class TrainPipeline(_Pipeline):
     """Endless shuffled batches with random access.
 
     An epoch is floor(len(source) / global_batch_size) steps over a fresh permutation of the
-    records: no record comes twice in it, and the few left over differ from epoch to epoch.
-
-    With `repeats` copies of each record one after the other (repeated augmentation, Hoffer et al.,
-    2020, https://arxiv.org/abs/1901.09335, as in DeiT) an epoch has as many steps as without, and
-    sees one record in so many.
+    records: no record comes twice in it, and the few left over differ from epoch to epoch. With
+    `repeats` copies of each record one after the other (repeated augmentation, Hoffer et al., 2020,
+    https://arxiv.org/abs/1901.09335, as in DeiT) an epoch has as many steps as without, and sees
+    one record in so many.
 
     Permutations come from raw draws of Philox, whose stream NumPy keeps from version to version.
     They are uniform, unlike those of `grain.MapDataset.shuffle` (grain 0.2.18), whose epochs are
@@ -88,8 +82,6 @@ class TrainPipeline(_Pipeline):
         seed: chooses the permutations and the random resized crops of sources that crop on the
             host.
         rows: which rows of the global batch this host reads, ascending; None for all of them.
-        num_threads: threads that decode; None for the number of usable cores.
-        prefetch_batches: batches that are ready or in work ahead of the consumer.
         repeats: rows in a row that are the same record, each cropped and augmented on its own.
     """
 
@@ -99,9 +91,7 @@ class TrainPipeline(_Pipeline):
         global_batch_size: int,
         seed: int = 0,
         *,
-        rows: Sequence[int] | np.ndarray | None = None,
-        num_threads: int | None = None,
-        prefetch_batches: int = 2,
+        rows: Rows = None,
         repeats: int = 1,
     ):
         if not 1 <= global_batch_size <= len(source):
@@ -109,13 +99,7 @@ class TrainPipeline(_Pipeline):
                 f"Expected a global batch of 1 to {len(source)} records (all of "
                 f"{source.name}/{source.split}), got {global_batch_size}."
             )
-        super().__init__(
-            source,
-            global_batch_size,
-            rows=rows,
-            num_threads=num_threads,
-            prefetch_batches=prefetch_batches,
-        )
+        super().__init__(source, global_batch_size, rows=rows)
         self.seed, self.repeats = seed, repeats
         self.steps_per_epoch = len(source) // global_batch_size
         self._permutation: tuple[int, Int[np.ndarray, " records"]] = (-1, np.empty(0, int))
@@ -139,8 +123,7 @@ class TrainPipeline(_Pipeline):
         cached_epoch, order = self._permutation
         if cached_epoch != epoch:
             generator = np.random.Philox(np.random.SeedSequence((self.seed, epoch)))
-            draws = generator.random_raw(len(self.source))
-            order = np.argsort(draws, kind="stable")
+            order = np.argsort(generator.random_raw(len(self.source)), kind="stable")
             self._permutation = (epoch, order)
         return order
 
@@ -192,12 +175,10 @@ class EvalPipeline(_Pipeline):
 
     def _read(self, step: int, map_function: Callable) -> Batch:
         indices = step * self.global_batch_size + self._rows
-        present = np.flatnonzero(indices < len(self.source))
-        arrays = {
-            name: np.zeros((len(indices), *record.shape), record.dtype)
-            for name, record in self.source.record_shapes.items()
-        }
         mask = indices < len(self.source)
+        present = np.flatnonzero(mask)
+        blank = lambda record: np.zeros((len(indices), *record.shape), record.dtype)
+        arrays = {name: blank(record) for name, record in self.source.record_shapes.items()}
         if present.size:
             values, readable = self.source.read(indices[present], None, map_function)
             mask[present] = readable

@@ -22,16 +22,14 @@ class DataSet:
             on_unreadable) → Source`` loads one split; what a set has no use for it takes as
             ``**_``. ``name`` is as the user gave it, TFDS's version included.
         splits: names of the splits; None where they depend on what lies on the disk.
-        image_shape: (height, width, channels) of the stored images, None where they vary; None for
-            sets that are no images, or known only from the disk. The default recipe of
-            ``experiments`` follows from it.
-        num_classes: number of classes.
+        image_shape, num_classes: (height, width, channels) of the stored images, height and width
+            None where they vary; None for sets that are no images, or known only from the disk. The
+            default recipe of ``experiments`` follows from it.
         statistics: mean and standard deviation of each channel of the training split, of images in
             [0, 1]. None: those of small sets are computed; sets of large photographs get
             ImageNet's.
         kind: ``"photographs"`` may be mirrored and mixed, ``"characters"`` may not, ``"words"`` are
             no images: the default recipe asks.
-        options: names of further keyword arguments that ``load`` takes from `load_source`.
     """
 
     name: str
@@ -41,7 +39,6 @@ class DataSet:
     num_classes: int | None = None
     statistics: Statistics | None = None
     kind: Literal["photographs", "characters", "words"] = "photographs"
-    options: tuple[str, ...] = ()
 
 
 SETS: Registry[DataSet] = Registry("data set", "adder_flax.data.register_source")
@@ -61,9 +58,8 @@ def register_source(data_set: DataSet) -> DataSet:
     'test'
 
     """
-    return SETS.register(
-        data_set.name, data_set, origin=(data_set.load.__module__, data_set.load.__qualname__)
-    )
+    origin = (data_set.load.__module__, data_set.load.__qualname__)
+    return SETS.register(data_set.name, data_set, origin=origin)
 
 
 def resolve_split(split: str, splits: Sequence[str], of: str = "") -> str:
@@ -72,18 +68,17 @@ def resolve_split(split: str, splits: Sequence[str], of: str = "") -> str:
     >>> resolve_split("eval", ["train", "test"])
     'test'
 
-    Raises:
-        DataError: there is none to evaluate on, or, where the set is said that the splits are
-            ``of``, another than these.
+    It is a `DataError` if there is none to evaluate on or, where the set is said that the splits
+    are ``of``, another than these.
     """
     if split == "eval":
-        found = [name for name in EVAL_SPLITS if name in splits]
-        if not found:
-            raise DataError(
-                f"Expected one of the splits {EVAL_SPLITS} to evaluate on, got {tuple(splits)}. "
-                "Name the split."
-            )
-        return found[0]
+        for name in EVAL_SPLITS:
+            if name in splits:
+                return name
+        raise DataError(
+            f"Expected one of the splits {EVAL_SPLITS} to evaluate on, got {tuple(splits)}. Name "
+            "the split."
+        )
     if of and split not in splits:
         raise DataError(f"Expected a split out of {tuple(splits)} of {of}, got {split!r}.")
     return split

@@ -106,12 +106,10 @@ PHONEMES = tuple((_PHONEMES + "UH UW V W Y Z ZH").split())
 """The 39 phonemes of ARPAbet that the dictionary uses, without stress."""
 
 SPLITS = ("train", "validation", "test")
-HELD_OUT_PERCENT = 5
-"""Of the words, for each of validation and test."""
 
-LONGEST_LETTERS, LONGEST_PHONEMES = 16, 16
-"""Of the words that are learned from: steps take time in proportion, and 99.8 % of the words are no
-longer. Words of any length are evaluated."""
+LONGEST = 16
+"""Letters and phonemes of the words that are learned from: steps take time in proportion, and
+99.8 % of the words are no longer. Words of any length are evaluated."""
 
 
 def parse_dictionary(lines: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
@@ -119,11 +117,10 @@ def parse_dictionary(lines: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
 
     ``word(2)`` is another pronunciation. Stress (the digit behind a vowel) is dropped, as in
     published results on this task, and with it the pronunciations that differ in nothing else.
-    Comments (``# …`` behind an entry, ``;;;`` in front of a line) are no part of it.
+    Comments are ``# …`` behind an entry and ``;;;`` in front of a line.
 
     >>> parse_dictionary(["read R EH1 D # past", "read(2) R IY1 D"])
     {'read': [('R', 'EH', 'D'), ('R', 'IY', 'D')]}
-
     """
     words: dict[str, list[tuple[str, ...]]] = {}
     for number, line in enumerate(lines, 1):
@@ -145,23 +142,23 @@ def parse_dictionary(lines: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
 
 
 def split_of(word: str) -> str:
-    """Which split a word belongs to: a function of its letters alone.
+    """Which split a word belongs to, 5 % of them for each of validation and test.
 
-    No pronunciation of a word that is tested on is ever learned from, in any release.
+    A function of its letters alone: no pronunciation of a word that is tested on is ever learned
+    from, in any release.
 
     >>> split_of("attention")
     'train'
     """
     draw = int.from_bytes(hashlib.sha256(word.encode()).digest()[:4], "big") % 100
-    return SPLITS[1 + (draw < HELD_OUT_PERCENT)] if draw < 2 * HELD_OUT_PERCENT else SPLITS[0]
+    return "test" if draw < 5 else "validation" if draw < 10 else "train"
 
 
 def load_pronunciations(split: str, *, data_dir: str | None = None, **_) -> SequenceSource:
-    """The dictionary's words and what they sound like, 5 % each for validation and test.
+    """The dictionary's words and what they sound like.
 
-    To learn from, every pronunciation of a word is a record, but for those of more than
-    `LONGEST_LETTERS` or `LONGEST_PHONEMES`. To evaluate, a record is a word with all its
-    pronunciations.
+    To learn from, a record is a pronunciation of a word, neither longer than `LONGEST`; to
+    evaluate, a word with all its pronunciations.
     """
     path = find_dictionary(data_dir)
     words = parse_dictionary(path.read_text(encoding="utf-8", errors="replace").splitlines())
@@ -173,11 +170,10 @@ def load_pronunciations(split: str, *, data_dir: str | None = None, **_) -> Sequ
     chosen = {word: ps for word, ps in words.items() if split_of(word) == split}
     if split == "train":
         every = ((word, p) for word, ps in chosen.items() for p in ps)
-        short = lambda word, p: len(word) <= LONGEST_LETTERS and len(p) <= LONGEST_PHONEMES
-        pairs = [pair for pair in every if short(*pair)]
+        pairs = [pair for pair in every if max(map(len, pair)) <= LONGEST]
         arrays = {
-            "source": pad([spell(word) for word, _ in pairs], LONGEST_LETTERS),
-            "target": pad([pronounce(p) for _, p in pairs], LONGEST_PHONEMES + 1),
+            "source": pad([spell(word) for word, _ in pairs], LONGEST),
+            "target": pad([pronounce(p) for _, p in pairs], LONGEST + 1),
         }
     else:
         most = max(map(len, chosen.values()), default=1)

@@ -56,6 +56,7 @@ class Source(abc.ABC):
     """
 
     records: ClassVar[str] = "records of its own"
+    crops_on_host: bool = False
     unreadable: Mapping[int, str] = MappingProxyType({})
     dealt: tuple[int, int] | None = None
 
@@ -78,16 +79,13 @@ class Source(abc.ABC):
         seeds: Sequence[tuple[int, ...]] | None = None,
         map_function: MapFunction = map,
     ) -> tuple[Batch, Bool[np.ndarray, " batch"]]:
-        """Reads a batch.
+        """The arrays of `record_shapes` with a batch axis in front, and which rows could be read.
 
         Args:
             indices: records to read.
             seeds: one per record for what is random on the host, as the crop of large images; None
                 for evaluation.
             map_function: how to run over the records, for example ``ThreadPoolExecutor.map``.
-
-        Returns:
-            The arrays of `record_shapes` with a batch axis in front, and which rows could be read.
         """
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -104,10 +102,9 @@ class Source(abc.ABC):
 
     def marks(self) -> list[float]:
         """Returns what tells these records from those of another set: their number, and the mean of
-        every array of eight of them that are spread over the split.
+        every array of eight of them that are spread over the split, if all can be read.
 
         Means, of bytes over 255, since decoders of another version give slightly other pixels.
-        Where one of the eight cannot be read, the number alone.
 
         >>> from adder_flax.data import load_source
         >>> [round(mark, 2) for mark in load_source("digits", "test").marks()][:3]  # image, label
@@ -127,8 +124,11 @@ class Source(abc.ABC):
 
         Of images of any size some of the whole split: folders are sorted by class.
         """
+        order: Iterable[int] = range(len(self))
+        if self.crops_on_host and count < len(self):
+            order = np.random.default_rng(0).permutation(len(self))
         found: list[Batch] = []
-        for index in self._order(count):
+        for index in order:
             arrays, readable = self.read(np.array([index]))
             found += [arrays] * int(readable[0])
             if len(found) == count:
@@ -136,10 +136,6 @@ class Source(abc.ABC):
         if not found:
             raise DataError(f"Expected a readable record in {self.name}/{self.split}, got none.")
         return {name: np.concatenate([arrays[name] for arrays in found]) for name in found[0]}
-
-    def _order(self, count: int) -> Iterable[int]:
-        """In which records are looked at for `count` of them."""
-        return range(len(self))
 
 
 Kind = TypeVar("Kind", bound=Source)
@@ -174,7 +170,6 @@ class ImageSource(Source):
     records: ClassVar[str] = "images with labels"
     label_names: tuple[str, ...]
     image_shape: tuple[int, int, int]
-    crops_on_host: bool = False
     eval_crop_ratio: float = 1.0
     statistics: Statistics | None = None
 
@@ -182,11 +177,6 @@ class ImageSource(Source):
     def num_classes(self) -> int:
         """Number of classes, len(label_names)."""
         return len(self.label_names)
-
-    def _order(self, count: int) -> Iterable[int]:
-        if self.crops_on_host and count < len(self):
-            return np.random.default_rng(0).permutation(len(self))
-        return super()._order(count)
 
     def file_names(self) -> list[str]:
         """Names of the records' files, without folders; not every set keeps them."""
@@ -257,9 +247,7 @@ class Records(Protocol):
 
     def __getitem__(self, index: int) -> tuple[bytes, int]: ...
 
-    def describe(self, index: int) -> str:
-        """Names the record for a person, for example by its file."""
-        ...
+    def describe(self, index: int) -> str: ...  # names it for a person, as by its file
 
 
 class EncodedSource(ImageSource):
@@ -332,11 +320,11 @@ class EncodedSource(ImageSource):
         return [None] * len(indices)
 
     def _read(
-        self, index: int, crop_seed: tuple[int, ...] | None, record: tuple[bytes, int] | None
+        self, index: int, seed: tuple[int, ...] | None, record: tuple[bytes, int] | None
     ) -> tuple[UInt8[np.ndarray, "h w c"], int]:
         try:
             encoded, label = record or self._records[index]
-            image = self._decode(encoded, crop_seed)
+            image = self._decode(encoded, seed)
         # Pillow's decoders raise errors of many types for a broken file, all of one meaning.
         except Exception as error:
             reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
@@ -354,16 +342,14 @@ class EncodedSource(ImageSource):
             )
         return image, label
 
-    def _decode(
-        self, encoded: bytes, crop_seed: tuple[int, ...] | None
-    ) -> UInt8[np.ndarray, "h w c"]:
+    def _decode(self, encoded: bytes, seed: tuple[int, ...] | None) -> UInt8[np.ndarray, "h w c"]:
         height, _, channels = self.image_shape
         if not self.crops_on_host:
             return _images.decode_and_resize(encoded, self.image_shape, self._stored_size)
-        if crop_seed is None or self.crop_scale is None:
+        if seed is None or self.crop_scale is None:
             return _images.decode_and_center_crop(encoded, height, channels, self.eval_crop_ratio)
         ranges = self.crop_scale, self.crop_ratio
-        return _images.decode_and_random_crop(encoded, height, channels, crop_seed, *ranges)
+        return _images.decode_and_random_crop(encoded, height, channels, seed, *ranges)
 
 
 class CachedSource(ArraySource):
@@ -373,9 +359,8 @@ class CachedSource(ArraySource):
         # Untouched pages of np.empty take no memory, so this costs what has been read so far.
         images = np.empty((len(source), *source.image_shape), np.uint8)
         labels = np.zeros(len(source), np.int32)
-        super().__init__(
-            source.name, source.split, source.splits, images, labels, source.label_names
-        )
+        whole = (source.name, source.split, source.splits, images, labels, source.label_names)
+        super().__init__(*whole)
         self.labels[:] = _UNREADABLE  # until they are read
         self._source, self._read = source, np.zeros(len(source), bool)
         self.unreadable = source.unreadable
@@ -394,9 +379,6 @@ class CachedSource(ArraySource):
 
 _IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """What published weights expect (torchvision), and by convention what photographs get."""
-
-_SAMPLE = 10_000
-_ROWS = 500
 
 
 def channel_statistics(source: ImageSource) -> Statistics:
@@ -421,12 +403,12 @@ def channel_statistics(source: ImageSource) -> Statistics:
 
 def _measure(source: ImageSource) -> Statistics:
     """Sums of whole numbers, which are the same on every machine."""
-    chosen = np.arange(0, len(source), -(-len(source) // _SAMPLE))
+    chosen = np.arange(0, len(source), -(-len(source) // 10_000))
     count = 0
     total, squares = (np.zeros(source.image_shape[2], np.int64) for _ in range(2))
     with futures.ThreadPoolExecutor() as threads:
-        for start in range(0, len(chosen), _ROWS):
-            arrays, readable = source.read(chosen[start : start + _ROWS], None, threads.map)
+        for start in range(0, len(chosen), 500):
+            arrays, readable = source.read(chosen[start : start + 500], None, threads.map)
             pixels = arrays["image"][readable].reshape(-1, len(total)).astype(np.int64)
             count, total = count + len(pixels), total + pixels.sum(0)
             squares += (pixels**2).sum(0)

@@ -19,7 +19,6 @@ from adder_flax.text import printable
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 """Names of sets: they are names of folders too."""
 
-_READ_AT_ONCE = 1000
 _FILE_NAME = "file_name"  # what ImageNet's sets call it
 
 CACHE_BYTES = 2**30
@@ -28,12 +27,7 @@ CACHE_BYTES = 2**30
 
 
 def load_tfds(
-    split: str,
-    *,
-    name: str,
-    data_dir: str | None = None,
-    image_size: int | None = None,
-    **options: Any,
+    split: str, *, name: str, data_dir: str | None, image_size: int | None, **options: Any
 ) -> Source:
     """A split of a prepared TFDS set; see `load_source`."""
     # Importing TFDS takes about half a second, which runs on other sources need not pay.
@@ -45,17 +39,15 @@ def load_tfds(
         info = builder.info
         image_key, label_key = _image_and_label(tfds, name, info)
         label_names = [printable(label) for label in info.features[label_key].names]
-        if (found := len(set(label_names))) != info.features[label_key].num_classes:
-            raise ValueError(
-                f"{found} names of labels where features.json declares "
-                f"{info.features[label_key].num_classes} classes"
-            )
+        found, declared = len(set(label_names)), info.features[label_key].num_classes
+        if found != declared:
+            raise ValueError(f"{found} names of labels where features.json declares {declared}")
         for part in split.split("+"):
             if (known := part.partition("[")[0].strip()) in info.splits:
                 _check_shards(info.splits[known])
     height, width, channels = info.features[image_key].shape
     stored = None if height is None or height != width else (height, height)
-    size = image_size or (stored and stored[0])
+    size = image_size or (stored and height)
     if size is None:
         raise DataError(
             f"Expected image_size for {name}, whose images are not all square and of one size, got "
@@ -70,14 +62,10 @@ def load_tfds(
             f"Expected a split out of {splits} of {info.full_name}, got {split!r}: "
             f"{printable(error)}"
         ) from error
-    described = f"{builder.data_dir}, split {split}"
-    source = EncodedSource(
-        *(name, split, splits, TfdsRecords(records, image_key, label_key, described)),
-        *(label_names, (size, size, channels)),
-        crops_on_host=stored is None,
-        stored_size=stored,
-        **options,
-    )
+    encoded = TfdsRecords(records, image_key, label_key, f"{builder.data_dir}, split {split}")
+    whole = (name, split, splits, encoded, label_names, (size, size, channels))
+    how = dict(crops_on_host=stored is None, stored_size=stored)
+    source = EncodedSource(*whole, **how, **options)
     small = len(source) * math.prod(source.image_shape) <= CACHE_BYTES
     return CachedSource(source) if stored and small else source
 
@@ -86,8 +74,7 @@ class TfdsRecords:
     """Encoded images and labels of a TFDS data source."""
 
     def __init__(self, source: Any, image_key: str, label_key: str, description: str):
-        self._source, self._description = source, description
-        self._image_key, self._label_key = image_key, label_key
+        self._source, self._keys, self._description = source, (image_key, label_key), description
         if _FILE_NAME in source.dataset_info.features:
             self.file_names = self._read_file_names
 
@@ -98,8 +85,9 @@ class TfdsRecords:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[bytes, int]]:
-        pair = lambda record: (bytes(record[self._image_key]), int(record[self._label_key]))
-        return [pair(record) for record in self._source.__getitems__(indices)]
+        image, label = self._keys
+        records = self._source.__getitems__(indices)
+        return [(bytes(record[image]), int(record[label])) for record in records]
 
     def describe(self, index: int) -> str:
         """Folder and split: not every record of a TFDS set has another name."""
@@ -108,7 +96,7 @@ class TfdsRecords:
     def _read_file_names(self) -> list[str]:
         # They lie beside the images, all of which are read for them.
         rows = range(len(self))
-        chunks = (rows[start : start + _READ_AT_ONCE] for start in rows[::_READ_AT_ONCE])
+        chunks = (rows[start : start + 1000] for start in rows[::1000])
         records = (record for chunk in chunks for record in self._source.__getitems__(chunk))
         return [os.fsdecode(record[_FILE_NAME]) for record in records]
 
@@ -184,9 +172,8 @@ def _check_shards(split: Any) -> None:
         found = reader.num_records()
         reader.close()
         if found != length:
-            raise ValueError(
-                f"{found} records in {path.name} where dataset_info.json says {length}"
-            )
+            said = f"where dataset_info.json says {length}"
+            raise ValueError(f"{found} records in {path.name} {said}")
 
 
 def _builder(tfds: Any, name: str, data_dir: str | None) -> Any:

@@ -22,6 +22,11 @@ from adder_flax.data.operations import rand_augment, three_augment
 from adder_flax.settings import AugmentSettings, is_on
 
 Images = Float[Array, "batch height width channel"]
+Pixels = Shaped[AnyArray, "batch height width channel"]
+Whole = Int[Array, " batch"]
+Draws = Float[Array, " draws"]
+Targets = Float[Array, "batch classes"]
+Range = tuple[float, float]
 
 
 def augment(
@@ -33,12 +38,14 @@ def augment(
     num_classes: int,
     mean: tuple[float, ...],
     std: tuple[float, ...],
-) -> tuple[Images, Float[Array, "batch classes"]]:
-    """Augments and normalises a training batch.
+) -> tuple[Images, Targets]:
+    """Augments and normalises a training batch; returns it with targets whose rows sum to one.
 
     Each kind of augmentation has a key of its own, so switching one on or off leaves the draws of
     the others alone. RandAugment and three-augment work on whole levels, as Pillow does: what a
-    crop made in between is rounded to them.
+    crop made in between is rounded to them. Probabilities, strengths and alphas among the settings
+    may be traced; a Python 0 leaves its part out of the program. Mean and deviation are of each
+    channel of images in [0, 1].
 
     >>> settings = AugmentSettings(mixup_alpha=0.0, cutmix_alpha=0.0, label_smoothing=0.2)
     >>> white, labels = jnp.full((1, 2, 2, 1), 255, jnp.uint8), jnp.array([1])
@@ -47,18 +54,6 @@ def augment(
     >>> images, targets = step(jax.random.key(0))
     >>> images.dtype, images.shape, [f"{share:.1f}" for share in targets[0]]
     (dtype('float32'), (1, 2, 2, 1), ['0.1', '0.9'])
-
-    Args:
-        key: derived from (seed, step).
-        images: values 0..255.
-        labels: class numbers.
-        settings: what to do. Probabilities, strengths and alphas may be traced; a Python 0 leaves
-            its part out of the program.
-        num_classes: width of the targets.
-        mean, std: of each channel of images in [0, 1].
-
-    Returns:
-        Images, float32, normalised, and targets whose rows sum to one.
     """
     crop_key, resize_key, flip_key, jitter_key, erase_key, mix_key = jax.random.split(key, 6)
     images = jnp.asarray(images)
@@ -110,37 +105,26 @@ def normalize(
     return (images - jnp.asarray(mean, images.dtype)) / jnp.asarray(std, images.dtype)
 
 
-def random_crop(
-    key: PRNGKeyArray, images: Shaped[AnyArray, "batch height width channel"], padding: int
-) -> Shaped[Array, "batch height width channel"]:
+def random_crop(key: PRNGKeyArray, images: Pixels, padding: int) -> Pixels:
     """Pads every side by `padding` zeros and cuts the original size at a uniformly random place."""
     batch, height, width, _ = images.shape
     offset = _below(jax.random.uniform(key, (2, batch)), 2 * padding + 1) - padding
 
     def crop(image, top, left):
-        rows, columns = top + jnp.arange(height), left + jnp.arange(width)
-        return image.at[rows[:, None], columns].get(
-            mode="fill", fill_value=0, wrap_negative_indices=False
-        )
+        place = image.at[top + jnp.arange(height)[:, None], left + jnp.arange(width)]
+        return place.get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
     return jax.vmap(crop)(images, *offset)
 
 
-def random_flip(
-    key: PRNGKeyArray,
-    images: Shaped[AnyArray, "batch height width channel"],
-    probability: float = 0.5,
-) -> Shaped[Array, "batch height width channel"]:
+def random_flip(key: PRNGKeyArray, images: Pixels, probability: float = 0.5) -> Pixels:
     """Mirrors each image left and right with the given probability."""
     flipped = jax.random.bernoulli(key, probability, images.shape[:1])
     return jnp.where(flipped[:, None, None, None], images[:, :, ::-1], images)
 
 
 def random_resized_crop(
-    key: PRNGKeyArray,
-    images: Images,
-    scale: tuple[float, float],
-    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    key: PRNGKeyArray, images: Images, scale: Range, ratio: Range = (3 / 4, 4 / 3)
 ) -> Images:
     """Cuts a random box and resizes it (bilinear, antialiased) to the image's own size.
 
@@ -160,17 +144,13 @@ def random_resized_crop(
 
 
 def resize_boxes(
-    images: Images,
-    top: Int[Array, " batch"],
-    left: Int[Array, " batch"],
-    box_height: Int[Array, " batch"],
-    box_width: Int[Array, " batch"],
+    images: Images, top: Whole, left: Whole, box_height: Whole, box_width: Whole
 ) -> Images:
     """Resizes one box of each image to the image's size, by two batched matrix products.
 
-    Output pixel o of a box of n pixels starting at s,
-    out of N, has weights max(0, 1 - |i + 1/2 - c| / r) on the pixels i of the box, normalised, with
-    c = s + (o + 1/2) n/N and r = max(n/N, 1).
+    Output pixel o of a box of n pixels starting at s, out of N, has weights
+    max(0, 1 - |i + 1/2 - c| / r) on the pixels i of the box, normalised, with c = s + (o + 1/2) n/N
+    and r = max(n/N, 1).
     """
     rows = _bilinear_weights(top, box_height, images.shape[1])
     columns = _bilinear_weights(left, box_width, images.shape[2])
@@ -221,8 +201,8 @@ def random_erase(
     key: PRNGKeyArray,
     images: Images,
     probability: float,
-    scale: tuple[float, float] = (0.02, 1 / 3),
-    ratio: tuple[float, float] = (0.3, 1 / 0.3),
+    scale: Range = (0.02, 1 / 3),
+    ratio: Range = (0.3, 1 / 0.3),
 ) -> Images:
     """Puts noise, N(0, 1), into a random rectangle of each image with the given probability.
 
@@ -240,11 +220,8 @@ def random_erase(
 
 
 def mix(
-    key: PRNGKeyArray,
-    images: Images,
-    targets: Float[Array, "batch classes"],
-    settings: AugmentSettings,
-) -> tuple[Images, Float[Array, "batch classes"]]:
+    key: PRNGKeyArray, images: Images, targets: Targets, settings: AugmentSettings
+) -> tuple[Images, Targets]:
     """Mixup or CutMix of the batch with its reverse (arXiv:1710.09412 and 1905.04899).
 
     Both are x w + reverse(x) (1 - w) with a weight w per pixel: Mixup's is constant, CutMix's zero
@@ -280,11 +257,9 @@ def symmetric_beta(
     Winter Simulation Conference 1996). Far less to compile than the rejection loops of
     `jax.random.beta`.
 
-    >>> [
-    ...     round(float(symmetric_beta(jnp.array(0.5), jnp.array(v), 1.0)), 4)
-    ...     for v in (0.0, 0.25, 0.5)
-    ... ]
-    [0.8536, 0.5, 0.1464]
+    >>> draws = symmetric_beta(jnp.full(3, 0.5), jnp.array([0.0, 0.25, 0.5]), 1.0)
+    >>> [f"{draw:.4f}" for draw in draws]
+    ['0.8536', '0.5000', '0.1464']
     """
     cosine = jnp.cos(2 * jnp.pi * second)
     r = cosine**2 * (first ** (-1 / alpha) - 1)
@@ -295,12 +270,8 @@ def symmetric_beta(
 
 
 def _cutmix(
-    kept: Float[Array, " draws"],
-    row: Float[Array, " draws"],
-    column: Float[Array, " draws"],
-    height: int,
-    width: int,
-) -> tuple[Float[Array, "draws height width"], Float[Array, " draws"]]:
+    kept: Draws, row: Draws, column: Draws, height: int, width: int
+) -> tuple[Float[Array, "draws height width"], Draws]:
     """Weights of zero in a box and one outside, and their mean.
 
     The box has area 1 - kept and a uniform centre, as fractions of the image, and is clipped.
@@ -319,22 +290,13 @@ _BOX_DRAWS = 22
 
 
 def random_boxes(
-    uniform: Float[Array, "22 batch"],
-    height: int,
-    width: int,
-    scale: tuple[float, float],
-    ratio: tuple[float, float],
-) -> tuple[Array, Array, Array, Array, Bool[Array, " batch"]]:
+    uniform: Float[Array, "22 batch"], height: int, width: int, scale: Range, ratio: Range
+) -> tuple[Whole, Whole, Whole, Whole, Bool[Array, " batch"]]:
     """The first of ten draws of (area, width/height) that fits into the image, placed uniformly.
 
-    Args:
-        uniform: draws in [0, 1).
-        height, width: of the image, pixels.
-        scale: range of the area, as a fraction of the image's.
-        ratio: range of width/height; its logarithm is uniform.
-
-    Returns:
-        top, left, height and width of the boxes (whole numbers), and whether any draw did fit.
+    From draws in [0, 1), the image's size in pixels, the range of the area as a fraction of the
+    image's and that of width/height, whose logarithm is uniform, follow top, left, height and width
+    of the boxes, and whether any draw did fit.
     """
     area = height * width * (scale[0] + (scale[1] - scale[0]) * uniform[:10])
     low, high = math.log(ratio[0]), math.log(ratio[1])
@@ -362,9 +324,7 @@ def _box_mask(top, left, bottom, right, height, width) -> Bool[Array, "batch hei
     return in_rows[:, :, None] & in_columns[:, None, :]
 
 
-def _bilinear_weights(
-    start: Int[Array, " batch"], length: Int[Array, " batch"], size: int
-) -> Float[Array, "batch size size"]:
+def _bilinear_weights(start: Whole, length: Whole, size: int) -> Float[Array, "batch size size"]:
     scale = length[:, None, None] / size
     center = start[:, None, None] + (jnp.arange(size)[:, None] + 0.5) * scale
     pixel = jnp.arange(size)

@@ -28,15 +28,14 @@ from adder_flax.settings import AugmentSettings
 
 Levels = UInt8[Array, "batch height width channel"]
 Argument = Float[Array, " batch"]
+Place = Int[Array, " batch"]
+Fill = tuple[int, ...]
 _Table = Int[Array, "batch channel 256"]
+_Map = Float[Array, "batch 6"]
 
 
 def choose_operation(
-    operation: Int[Array, " batch"],
-    images: Levels,
-    argument: Argument,
-    *,
-    fill: tuple[int, ...] = (128,),
+    operation: Place, images: Levels, argument: Argument, *, fill: Fill = (128,)
 ) -> Levels:
     """Does to each image the operation of that place in `OPERATIONS`, nothing where there is none.
 
@@ -50,9 +49,7 @@ def choose_operation(
     [[245, 195, 145], [0, 127, 255], [138, 188, 238], [128, 10, 60]]
 
     Args:
-        operation: places of auto_contrast, equalize, invert, posterize, solarize, solarize_add,
-            color, contrast, brightness, sharpness, rotate, shear_x, shear_y, translate_x or
-            translate_y.
+        operation: places in `OPERATIONS`: auto_contrast, equalize, invert, …
         images: values 0..255.
         argument: one for each image. posterize: bits kept. solarize: first level that is inverted.
             solarize_add: what levels below 128 gain. color, contrast, brightness, sharpness: the
@@ -75,13 +72,13 @@ def choose_operation(
     return images
 
 
-def _chosen(operation: Int[Array, " batch"], choices: Mapping[str, Array]) -> Array:
+def _chosen(operation: Place, choices: Mapping[str, Array]) -> Array:
     arrays = jnp.broadcast_arrays(*choices.values())
     chosen = [_is_among(operation, [name], arrays[0].ndim) for name in choices]
     return jnp.select(chosen, arrays, arrays[0])
 
 
-def _is_among(operation: Int[Array, " batch"], names, ndim: int) -> Bool[Array, "batch ..."]:
+def _is_among(operation: Place, names, ndim: int) -> Bool[Array, "batch ..."]:
     numbers = jnp.array([OPERATIONS.index(name) for name in names])
     return jnp.isin(operation, numbers).reshape(-1, *(1,) * (ndim - 1))
 
@@ -128,11 +125,8 @@ def _equalize(counts: _Table, argument: Argument) -> _Table:
 
 def _of_levels(table: Callable[[AnyArray], AnyArray]) -> Callable[[_Table, Argument], _Table]:
     """A table that does not look at the image, made of whole arguments of shape (batch, 1, 1)."""
-
-    def make(counts: _Table, argument: Argument) -> _Table:
-        return jnp.broadcast_to(table(argument.astype(int)[:, None, None]), counts.shape)
-
-    return make
+    whole = lambda argument: argument.astype(int)[:, None, None]
+    return lambda counts, argument: jnp.broadcast_to(table(whole(argument)), counts.shape)
 
 
 _TABLES: dict[str, Callable[[_Table, Argument], _Table]] = {
@@ -155,9 +149,7 @@ def solarize(images: Levels, first: float) -> Levels:
     return look_up(images, _TABLES["solarize"](counts, argument))
 
 
-def blend(
-    base: Int[Array, "batch height width channel"], images: Levels, factor: Argument
-) -> Levels:
+def blend(base: Int[Array, "batch ..."], images: Levels, factor: Argument) -> Levels:
     """base + factor (images - base), cut to 0..255 and to whole levels: ``PIL.Image.blend``."""
     factor = factor[:, None, None, None]
     # As Pillow has it: with a factor of 1 or 0 the product would be exact in either form.
@@ -199,9 +191,7 @@ _BASES: dict[str, Callable[[Levels], Array]] = {
 }
 
 
-def affine(
-    images: Levels, coefficients: Float[Array, "batch 6"], fill: tuple[int, ...] = (128,)
-) -> Levels:
+def affine(images: Levels, coefficients: _Map, fill: Fill = (128,)) -> Levels:
     """``Image.transform(size, AFFINE, (a, …, f), BICUBIC)``, with coefficients for each image.
 
     The pixel at column x and row y, counted from the middle of the first one at (1/2, 1/2), comes
@@ -237,26 +227,24 @@ def _between(four: list[Array], share: Array) -> Array:
     return first + share * (second - before + share * (square + share * cube))
 
 
-def _rotation(degrees: Argument, height: int, width: int) -> Float[Array, "batch 6"]:
+def _rotation(degrees: Argument, height: int, width: int) -> _Map:
     cosine, sine = jnp.cos(jnp.radians(degrees)), jnp.sin(jnp.radians(degrees))
     x, y = width / 2, height / 2
     rows = (cosine, -sine, x - cosine * x + sine * y), (sine, cosine, y - sine * x - cosine * y)
     return jnp.stack([*rows[0], *rows[1]], -1)
 
 
-def _moves(
-    place: int, size: Callable[[int, int], int]
-) -> Callable[[Argument, int, int], Float[Array, "batch 6"]]:
+def _moves(place: int, size: Callable[[int, int], int]) -> Callable[[Argument, int, int], _Map]:
     """Maps whose coefficient at a place is the argument times a size; else they are identities."""
 
-    def make(argument: Argument, height: int, width: int) -> Float[Array, "batch 6"]:
+    def make(argument: Argument, height: int, width: int) -> _Map:
         identity = jnp.broadcast_to(jnp.array([1.0, 0, 0, 0, 1, 0]), (*argument.shape, 6))
         return identity.at[:, place].set(argument * size(height, width))
 
     return make
 
 
-_MAPS: dict[str, Callable[[Argument, int, int], Float[Array, "batch 6"]]] = {
+_MAPS: dict[str, Callable[[Argument, int, int], _Map]] = {
     "rotate": _rotation,
     "shear_x": _moves(1, lambda height, width: 1),
     "shear_y": _moves(3, lambda height, width: 1),
@@ -313,13 +301,14 @@ MOST_MAGNITUDE = 10.0
 LAYER_PROBABILITY = 0.5
 """Of doing a drawn operation at all, for each layer and image (timm's)."""
 
-_Layer = tuple[Int[Array, " batch"], Float[Array, " batch"]]
-
 
 def rand_augment(
-    key: PRNGKeyArray, images: Levels, settings: AugmentSettings, fill: tuple[int, ...] = (128,)
+    key: PRNGKeyArray, images: Levels, settings: AugmentSettings, fill: Fill = (128,)
 ) -> Levels:
     """Does two random operations to each image in turn.
+
+    What is drawn for sample b is a function of the key and b. Magnitude and deviation in the
+    settings may be traced; ``fill`` is the level of what moves in from outside, of each channel.
 
     >>> settings = AugmentSettings(rand_augment_magnitude=9.0, rand_augment_std=0.5)
     >>> photographs = jnp.arange(4 * 8 * 8 * 3).reshape(4, 8, 8, 3).astype(jnp.uint8)
@@ -327,30 +316,18 @@ def rand_augment(
     >>> augmented = step(jax.random.key(0))
     >>> augmented.shape, augmented.dtype
     ((4, 8, 8, 3), dtype('uint8'))
-
-    Args:
-        key: what is drawn for sample b is a function of the key and b.
-        images: values 0..255.
-        settings: those named rand_augment_…; magnitude and deviation may be traced.
-        fill: level of what moves in from outside, of each channel.
     """
     layers = jax.vmap(lambda key: draw_layer(key, images.shape[0], settings))
-    keys = jax.random.split(key, 2)
-
-    def step(images: Levels, layer: _Layer) -> tuple[Levels, None]:
-        operation, argument = layer
-        return choose_operation(operation, images, argument, fill=fill), None
-
-    return jax.lax.scan(step, images, layers(keys))[0]
+    step = lambda images, layer: (choose_operation(layer[0], images, layer[1], fill=fill), None)
+    return jax.lax.scan(step, images, layers(jax.random.split(key, 2)))[0]
 
 
-def draw_layer(key: PRNGKeyArray, batch: int, settings: AugmentSettings) -> _Layer:
+def draw_layer(key: PRNGKeyArray, batch: int, settings: AugmentSettings) -> tuple[Place, Argument]:
     """Draws an operation for each image with equal chances, done with `LAYER_PROBABILITY`.
 
     The magnitude is normal around the one that is set, cut to 0..`MOST_MAGNITUDE`; arguments that
-    have a sign have either with equal chances.
-
-    Returns places in ``OPERATIONS`` (-1: none) and arguments, as ``choose_operation`` takes them.
+    have a sign have either with equal chances. Returns places in ``OPERATIONS`` (-1: none) and
+    arguments, as ``choose_operation`` takes them.
     """
     operation_key, uniform_key, normal_key = jax.random.split(key, 3)
     operation = jax.random.randint(operation_key, (batch,), 0, len(OPERATIONS))
@@ -362,9 +339,7 @@ def draw_layer(key: PRNGKeyArray, batch: int, settings: AugmentSettings) -> _Lay
     return jnp.where(done, operation, -1), argument
 
 
-def operation_arguments(
-    magnitude: Float[Array, " batch"], sign: Float[Array, " batch"]
-) -> Float[Array, "operation batch"]:
+def operation_arguments(magnitude: Argument, sign: Argument) -> Float[Array, "operation batch"]:
     """What a magnitude means to each of `OPERATIONS`, by timm's ``inc1``: more is more change.
 
     >>> at_nine = operation_arguments(jnp.array([9.0]), jnp.array([-1.0]))[:, 0]

@@ -48,53 +48,44 @@ def prepare(
 ) -> pathlib.Path:
     """Downloads and prepares a set unless it is already there; returns its folder.
 
-    Arguments are those of the command: a TFDS name, or ``"folder"`` for an image folder; where to
-    put the set; the folder of source files under their published names, of which what is missing is
-    downloaded, or the image folder; and the name that its set is given.
+    Arguments are those of the command. Of source files, under their published names, what is
+    missing in the folder ``source`` is downloaded.
     """
     if source is not None and not pathlib.Path(source).is_dir():
         raise DataError(f"Expected --source as a folder, got '{printable(source)}', which is none.")
     folder = None if source is None else pathlib.Path(source)
+    builder: Any = None
     try:
         if name == "folder":
             builder, folder = _folder_builder(folder, set_name, data_dir), None
         elif name in _BUILDERS:
             builder = _BUILDERS[name](data_dir=data_dir, file_format="array_record")
-            builder.source = folder  # type: ignore
+            builder.source = folder
         else:
             builder = _tfds_builder(name, data_dir)
-        _download_and_prepare(builder, name, folder)
+        config = tfds.download.DownloadConfig(manual_dir=folder)
+        builder.download_and_prepare(download_config=config, file_format="array_record")
     except DataError:
         raise
+    except _NOT_DOWNLOADED as error:
+        raise DataError(
+            f"Expected the published source files of {name}, got {type(error).__name__}: {error}\n"
+            f"Download them yourself and pass --source=<their folder>:\n{_source_files(builder)}"
+        ) from error
     except Exception as error:  # of TFDS and its many libraries
+        # TFDS wraps the failed import in errors of its own, such as that of extracting an archive.
+        if any(getattr(e, "name", None) == "tensorflow" for e in _chain(error)):
+            raise DataError(
+                f"Expected TensorFlow, which TFDS needs to prepare {name}, got none. Install it "
+                "for this command alone (pip install tensorflow-cpu, best in another "
+                "environment); training does not need it."
+            ) from error
         raise DataError(
             f"Expected to prepare '{printable(name)}' in {printable(sets_folder(data_dir))}, got "
             f"{reason(error)}. Nothing half is taken for a set; mend this and run the command "
             "again."
         ) from error
     return pathlib.Path(builder.data_dir)
-
-
-def _download_and_prepare(
-    builder: tfds.core.DatasetBuilder, name: str, source: pathlib.Path | None
-) -> None:
-    try:
-        config = tfds.download.DownloadConfig(manual_dir=source)
-        builder.download_and_prepare(download_config=config, file_format="array_record")
-    except _NOT_DOWNLOADED as error:
-        raise DataError(
-            f"Expected the published source files of {name}, got {type(error).__name__}: {error}\n"
-            f"Download them yourself and pass --source=<their folder>:\n{_source_files(builder)}"
-        ) from error
-    except Exception as error:
-        # TFDS wraps the failed import in errors of its own, such as that of extracting an archive.
-        if not any(getattr(e, "name", None) == "tensorflow" for e in _chain(error)):
-            raise
-        raise DataError(
-            f"Expected TensorFlow, which TFDS needs to prepare {name}, got none. Install it for "
-            "this command alone (pip install tensorflow-cpu, best in another environment); "
-            "training does not need it."
-        ) from error
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -121,26 +112,20 @@ class Cifar10(tfds.image_classification.Cifar10, skip_registration=True):
     def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
         published = self._cifar_info
         archive = dl_manager.download(published.url)
-        for key, file in zip(published.label_keys, published.label_files, strict=True):
-            (names,) = _read_archive(archive, [published.prefix + file])
+        read = lambda files: _read_archive(archive, [published.prefix + file for file in files])
+        texts = read(published.label_files)
+        for key, names in zip(published.label_keys, texts, strict=True):
             self.info.features[key].names = names.decode().split()
-        splits = {"train": published.train_files, "test": published.test_files}
-        place = lambda files: [published.prefix + file for file in files]
-        return {
-            split: self._generate_examples(f"{split}_", archive, place(files))
-            for split, files in splits.items()
-        }
+        files = {"train": published.train_files, "test": published.test_files}
+        return {split: self._generate_examples(split, read(files[split])) for split in files}
 
-    def _generate_examples(self, id_prefix: str, archive: Any, files: Sequence[str]) -> Iterator:
+    def _generate_examples(self, split: str, contents: Iterator[bytes]) -> Iterator:
         keys = self._cifar_info.label_keys
-        rows = (
-            row
-            for data in _read_archive(archive, files)
-            for row in zip(*read_cifar(data, len(keys)), strict=True)
-        )
+        parsed = (read_cifar(content, len(keys)) for content in contents)
+        rows = (row for labels, images in parsed for row in zip(labels, images, strict=True))
         # TFDS orders a split by the hash of the key: the same keys give its order.
         for index, (labels, image) in enumerate(rows):
-            own = {"id": f"{id_prefix}{index:05d}", "image": encode_png(image)}
+            own = {"id": f"{split}_{index:05d}", "image": encode_png(image)}
             yield index, own | dict(zip(keys, labels, strict=True))
 
 
@@ -181,10 +166,9 @@ class MNIST(tfds.image_classification.MNIST, skip_registration=True):
 class FashionMNIST(MNIST, tfds.image_classification.FashionMNIST, skip_registration=True):
     """TFDS's Fashion-MNIST, its idx files read with NumPy."""
 
-    # Computed from Debian's package dataset-fashion-mnist 0.0~git20200523.55506a9-1, whose files
-    # under /usr/share/datasets/fashion-mnist are those of github.com/zalandoresearch/fashion-mnist,
-    # compressed again; all 70,000 images and labels were compared with those of the set that TFDS
-    # prepares.
+    # Of Debian's package dataset-fashion-mnist 0.0~git20200523.55506a9-1, whose files are those of
+    # github.com/zalandoresearch/fashion-mnist, compressed again: all 70,000 images and labels were
+    # compared with those of the set that TFDS prepares.
     CONTENT_SHA256: Mapping[str, str] = {
         "train-images-idx3-ubyte.gz": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",  # noqa: E501
         "train-labels-idx1-ubyte.gz": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",  # noqa: E501
@@ -265,9 +249,7 @@ class FolderBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
             yield index, {"image": encoded, "label": label, "file_name": file}
 
 
-def _folder_builder(
-    source: pathlib.Path | None, set_name: str | None, data_dir: str | None
-) -> FolderBuilder:
+def _folder_builder(source: pathlib.Path | None, set_name: str | None, data_dir: str | None):
     if source is None:
         raise DataError("Expected --source=<image folder> with 'folder', got none.")
     folder = image_folder(source)
@@ -291,11 +273,9 @@ def _tfds_builder(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder:
 
 def main(arguments: Sequence[str]) -> None:
     """The command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(
-        prog="python -m adder_flax.data.prepare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    prog = "python -m adder_flax.data.prepare"
+    parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=layout)
     parser.add_argument("name", help="TFDS name, or folder")
     for name, words in (
         ("data_dir", "where to put the set (default: TFDS_DATA_DIR, or ~/tensorflow_datasets)"),
@@ -303,9 +283,9 @@ def main(arguments: Sequence[str]) -> None:
         ("set_name", "with 'folder': name of the set (default: the folder's name)"),
     ):
         parser.add_argument(f"--{name}", help=words)
-    options = parser.parse_args(arguments)
+    options = vars(parser.parse_args(arguments))
     try:
-        path = prepare(options.name, options.data_dir, options.source, options.set_name)
+        path = prepare(**options)
     except DataError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

@@ -2,11 +2,7 @@
 gradients of scores; and on a classifier's answers.
 """
 
-from adder_flax.measures.answers import (
-    Calibration,
-    calibration,
-    confusion_matrix,
-)
+from adder_flax.measures.answers import Calibration, calibration, confusion_matrix
 from adder_flax.measures.brownian import (
     BrownianTest,
     brownian_test,

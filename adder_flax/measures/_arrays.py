@@ -1,11 +1,8 @@
-"""What measures share: the library that they compute with, softmax and kurtosis."""
+"""What measures share: float64, softmax and kurtosis."""
 
-from types import ModuleType
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 # What NumPy gives: an array, or where no axis is left a number.
 NumPy = np.ndarray | np.number
@@ -27,13 +24,3 @@ def kurtosis(x: np.ndarray, axis: int) -> np.ndarray:
     centred = x - x.mean(axis, keepdims=True)
     variance = np.mean(centred**2, axis)
     return np.mean(centred**4, axis) / np.where(variance > 0, variance, 1.0) ** 2
-
-
-def library_of(array: Any) -> tuple[ModuleType, Any]:
-    """The library to compute with, and the array as it computes with it.
-
-    Inside of a traced function that is JAX, in float32 or wider; everywhere else NumPy in float64.
-    """
-    if isinstance(array, Tracer):
-        return jnp, array.astype(jnp.promote_types(array.dtype, jnp.float32))
-    return np, np.asarray(array, np.float64)

@@ -27,8 +27,7 @@ class Calibration:
 
     Attributes:
       count: of answers in each bin; bin m of M holds confidences in ((m − 1)/M, m/M].
-      confidence: their mean; nan in an empty bin.
-      accuracy: the share that is right; nan in an empty bin.
+      confidence, accuracy: their mean, and the share that is right; nan in an empty bin.
       error: the expected calibration error, Σ count/n |accuracy − confidence|.
     """
 

@@ -15,10 +15,10 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
+_Bits = Float[np.ndarray, "16 2"]
 
-def xor_pairs() -> tuple[
-    Float[np.ndarray, "16 2"], Float[np.ndarray, "16 2"], Float[np.ndarray, " 16"]
-]:
+
+def xor_pairs() -> tuple[_Bits, _Bits, Float[np.ndarray, " 16"]]:
     """All queries, keys and targets: 1 where exactly one coordinate is equal, else 0.
 
     >>> queries, keys, targets = xor_pairs()
@@ -33,9 +33,8 @@ def xor_pairs() -> tuple[
 def separable(labels: Sequence[bool | int]) -> bool:
     """Whether an affine function of two bits is positive exactly where the labels are true.
 
-    The four corners are affinely dependent in one way only, (0,0) + (1,1) = (0,1) + (1,0), so by
-    Radon's theorem labels are inseparable if and only if these two diagonals are on different
-    sides.
+    The corners are affinely dependent in one way only, (0,0) + (1,1) = (0,1) + (1,0), so by Radon's
+    theorem labels are inseparable if and only if these two diagonals are on different sides.
     """
     first, second, third, fourth = labels
     return not (first == fourth and second == third and first != second)
@@ -65,16 +64,11 @@ def train_xor(
 ) -> Float[np.ndarray, " seeds"]:
     """Final accuracies of a score on all 16 pairs of the XOR task, by logistic loss with Adam.
 
-    Args:
-      score: "additive", vᵀ tanh(W_s q + W_h k + b) + c, or "bilinear", [1, q]ᵀ W [1, k].
-      seeds: how many initialisations.
-      hidden: hidden width of the additive score.
-      steps: of Adam on the whole task.
-      learning_rate: of Adam.
+    The score is "additive", vᵀ tanh(W_s q + W_h k + b) + c of a hidden width, or "bilinear",
+    [1, q]ᵀ W [1, k]; ``seeds`` says how many initialisations.
 
-    Example:
-      >>> bool(np.all(train_xor("bilinear", seeds=2, steps=50) <= 0.75))
-      True
+    >>> bool(np.all(train_xor("bilinear", seeds=2, steps=50) <= 0.75))
+    True
     """
     queries, keys, targets = map(jnp.asarray, xor_pairs())
     shapes, apply = {
@@ -103,10 +97,8 @@ def train_xor(
     return np.mean((np.asarray(run(params)) > 0) == (np.asarray(targets) > 0.5), axis=-1)
 
 
-def _additive(
-    query: Array, key: Array, w_s: Array, w_h: Array, b: Array, v: Array, c: Array
-) -> Array:
-    """Scores (initialisation, pair)."""
+# Both give scores (initialisation, pair).
+def _additive(query: Array, key: Array, w_s: Array, w_h: Array, b: Array, v: Array, c: Array):
     return (jnp.tanh(query @ w_s + key @ w_h + b) @ v + c)[..., 0]
 
 
@@ -148,9 +140,7 @@ def bilinear_as_additive(
     second difference of tanh: z² ≈ (tanh(b + εz) + tanh(b − εz) − 2 tanh b) / (ε² tanh″(b)). So
     four hidden units for each rank of W, and an error in proportion to ε².
 
-    Args:
-      weight: W.
-      size: ε. The smaller, the better, until float64 rounds the differences away (some 1e-4).
+    ``size`` is ε: the smaller, the better, until float64 rounds the differences away (some 1e-4).
 
     >>> weight = np.array([[1.0, 2.0], [0.0, -1.0]])
     >>> w_s, w_h, b, v = bilinear_as_additive(weight, 1e-2)

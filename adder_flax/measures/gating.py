@@ -18,8 +18,6 @@ from jaxtyping import ArrayLike, Float
 from adder_flax.measures._arrays import wide
 from adder_flax.measures.brownian import layer_norm
 
-_SATURATED = 0.99
-
 
 @dataclasses.dataclass(frozen=True)
 class Gate:
@@ -46,7 +44,7 @@ class Gate:
     @property
     def saturated_share(self) -> float:
         """Share of the gate's values beyond 0.99, where tanh passes less than 2 % of a gradient."""
-        return float(np.mean(np.abs(self.values) > _SATURATED))
+        return float(np.mean(np.abs(self.values) > 0.99))
 
 
 def gate(
@@ -58,18 +56,14 @@ def gate(
     """The gate behind a score, in float64.
 
     Args:
-      score: "dot", "bilinear" or "additive".
+      score: "dot", "bilinear" or "additive"; a distance is a ValueError.
       query, key: of one or more heads.
       parameters: the score's learned arrays under the names of ``MultiHeadAttention.score``, with
         the heads as the last of the batch axes.
 
-    Raises:
-      ValueError: the score is a distance, or unknown.
-
-    Example:
-      >>> found = gate("dot", np.array([[2.0, -1.0]]), np.array([[3.0, 4.0]]))
-      >>> found.values.tolist(), found.scores.tolist(), found.negative_share
-      ([[[2.0, -1.0]]], [[2.0]], 0.5)
+    >>> found = gate("dot", np.array([[2.0, -1.0]]), np.array([[3.0, 4.0]]))
+    >>> found.values.tolist(), found.scores.tolist(), found.negative_share
+    ([[[2.0, -1.0]]], [[2.0]], 0.5)
     """
     learned = {name: np.asarray(value, np.float64) for name, value in (parameters or {}).items()}
     query, key = wide(query, key)

@@ -7,9 +7,9 @@ what it does with the identity.
 """
 
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import ArrayLike, Float
 
-from adder_flax.measures._arrays import NumPy, library_of
+from adder_flax.measures._arrays import NumPy
 
 _ROW_SUM_TOLERANCE = 2e-2  # bfloat16 maps of a few hundred tokens stay within it
 
@@ -17,12 +17,10 @@ _ROW_SUM_TOLERANCE = 2e-2  # bfloat16 maps of a few hundred tokens stay within i
 def has_identity(maps: Float[ArrayLike, "*batch query key"]) -> bool:
     """Whether the identity map is part of the maps: rows sum to 2 rather than to 1.
 
-    Raises:
-      ValueError: if the rows sum to neither.
+    Rows that sum to neither are a ValueError.
 
-    Example:
-      >>> has_identity(np.full((3, 3), 1 / 3) + np.eye(3)), has_identity(np.full((3, 3), 1 / 3))
-      (True, False)
+    >>> has_identity(np.full((3, 3), 1 / 3) + np.eye(3)), has_identity(np.full((3, 3), 1 / 3))
+    (True, False)
     """
     sums = np.asarray(maps, np.float64).sum(-1)
     for total, answer in ((1.0, False), (2.0, True)):
@@ -60,15 +58,11 @@ def patch_attention(
     The row of the class token without its own column (and those of a distillation token and of
     registers), scaled to sum to 1. The identity map gives the class token nothing but itself, so it
     takes no part. Without a class token (mean pooling) it is the mean over the patches' rows.
+    `VisionTransformer` says how many tokens stand in front of the patches, and whether the first of
+    them is one that is read.
 
-    Args:
-      maps: with or without the identity.
-      prefix_tokens: how many tokens stand in front of the patches, as `VisionTransformer` says.
-      class_token: whether the first of them is one that is read, as `VisionTransformer` says.
-
-    Example:
-      >>> patch_attention(np.array([[0.5, 0.375, 0.125]] * 3)).tolist()
-      [0.75, 0.25]
+    >>> patch_attention(np.array([[0.5, 0.375, 0.125]] * 3)).tolist()
+    [0.75, 0.25]
     """
     maps = stochastic_part(maps)
     first = slice(1) if prefix_tokens and class_token else slice(prefix_tokens, None)
@@ -84,15 +78,13 @@ def entropy(maps: Float[ArrayLike, "*batch query key"]) -> Float[np.ndarray, "*b
     >>> np.exp(entropy(np.full((3, 3), 1 / 3))).round(6).tolist()  # as spread as 3 equal weights
     [3.0, 3.0, 3.0]
     """
-    return np.asarray(row_entropy(stochastic_part(maps)))
+    return row_entropy(stochastic_part(maps))
 
 
-def row_entropy(
-    weights: Float[ArrayLike, "*batch query key"],
-) -> Float[NumPy | Array, "*batch query"]:
-    """`entropy` of weights as they are given, also inside of a traced function."""
-    library, values = library_of(weights)
-    return -library.sum(values * library.log(library.where(values > 0, values, 1.0)), axis=-1)
+def row_entropy(weights: Float[ArrayLike, "*batch query key"]) -> Float[np.ndarray, "*batch query"]:
+    """`entropy` of weights as they are given."""
+    weights = np.asarray(weights, np.float64)
+    return -np.sum(weights * np.log(np.where(weights > 0, weights, 1.0)), axis=-1)
 
 
 def mean_distance(
@@ -116,12 +108,10 @@ def mean_distance(
 def patch_grid(image_shape: tuple[int, ...], num_patches: int) -> tuple[int, int]:
     """Rows and columns of square patches that tile an image (height, width, …).
 
-    Raises:
-      ValueError: if no square patch gives that number.
+    It is a ValueError if no square patch gives that number.
 
-    Example:
-      >>> patch_grid((32, 64, 3), 32)
-      (4, 8)
+    >>> patch_grid((32, 64, 3), 32)
+    (4, 8)
     """
     height, width = image_shape[:2]
     side = int(round((height * width / num_patches) ** 0.5))

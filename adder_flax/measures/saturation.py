@@ -61,16 +61,13 @@ class GradientNorms:
 
     Attributes:
       input_norms: ‖s‖ = ‖h‖ in units of √d.
-      additive: ‖∂e/∂W_s‖ of the additive score.
+      additive, additive_layer_norm: ‖∂e/∂W_s‖ of the additive score, with LayerNorm before tanh.
       additive_rms: its root mean square instead of its median. A unit's pre-activation lies near
         zero, unsaturated, with probability ~ 1/‖s‖, and then contributes ‖s‖: the mean square grows
         like ‖s‖ while almost every single draw vanishes.
-      additive_layer_norm: ‖∂e/∂W_s‖ with LayerNorm before tanh.
-      dot: ‖∂L/∂q‖ of L = −ln softmax(q·k)_j for one key j, without scaling.
-      dot_scaled: the same with softmax(q·k/√d).
-      active: share of weight that softmax(q·k) leaves to all but the largest key: what can still
-        learn.
-      active_scaled: the same with scaling.
+      dot, dot_scaled: ‖∂L/∂q‖ of L = −ln softmax(q·k)_j for one key j, and with softmax(q·k/√d).
+      active, active_scaled: share of weight that these leave to all but the largest key: what can
+        still learn.
     """
 
     input_norms: Float[np.ndarray, " norms"]
@@ -83,48 +80,36 @@ class GradientNorms:
     active_scaled: Float[np.ndarray, " norms"]
 
 
+_DIM, _HIDDEN, _KEYS = 64, 64, 17
+
+
 def gradient_norms(
-    input_norms: Sequence[float] | Float[np.ndarray, " norm"],
-    *,
-    dim: int = 64,
-    hidden: int = 64,
-    keys: int = 17,
-    draws: int = 256,
-    seed: int = 0,
+    input_norms: Sequence[float] | Float[np.ndarray, " norm"], *, draws: int = 256
 ) -> GradientNorms:
     """Gradient norms of additive and dot-product scores against the norm of their inputs.
 
     Weights are normal with variance 1/(2d), so that inputs of norm √d give pre-activations of
-    variance 1; v is normal with variance 1/hidden. Queries and keys are independent normal vectors
-    scaled to the given norm.
+    variance 1; v is normal with variance 1/hidden. Queries and 17 keys, of width 64 as the hidden
+    one, are independent normal vectors scaled to the given norms, which are in units of √d.
 
-    Args:
-      input_norms: in units of √d.
-      dim: width of queries and keys.
-      hidden: hidden width of the additive score.
-      keys: that the softmax chooses from.
-      draws, seed: of random weights and inputs.
-
-    Example:
-      >>> norms = gradient_norms([1.0, 1000.0])
-      >>> bool(norms.additive[1] < 1e-3 * norms.additive[0])
-      True
+    >>> norms = gradient_norms([1.0, 1000.0])
+    >>> bool(norms.additive[1] < 1e-3 * norms.additive[0])
+    True
     """
-    rng = np.random.default_rng(seed)
-    normal = rng.standard_normal
+    normal = np.random.default_rng(0).standard_normal
     # For normal weights W_sᵀ s + W_hᵀ h is normal with variance (‖s‖² + ‖h‖²)/(2d): they need not
     # be drawn.
-    unit_preactivation, v = normal((draws, hidden)), normal((draws, hidden)) / np.sqrt(hidden)
-    query, others = normal((draws, dim)), normal((draws, keys, dim))
+    unit_preactivation, v = normal((draws, _HIDDEN)), normal((draws, _HIDDEN)) / np.sqrt(_HIDDEN)
+    query, others = normal((draws, _DIM)), normal((draws, _KEYS, _DIM))
     query, others = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, others))
     columns = []
     for norm in np.asarray(input_norms, float):
-        length = norm * np.sqrt(dim)
+        length = norm * np.sqrt(_DIM)
         additive, normed = (
             additive_gradient_norm(norm * unit_preactivation, v, length, layer_norm=on)
             for on in (False, True)
         )
-        tokens, scales = (length * query, length * others), (1.0, dim**-0.5)
+        tokens, scales = (length * query, length * others), (1.0, _DIM**-0.5)
         dots = [dot_product_gradient(*tokens, scale=scale) for scale in scales]
         dot_norms = [np.median(np.linalg.norm(gradient, axis=-1)) for gradient, _ in dots]
         active = [np.median(1.0 - weights.max(-1)) for _, weights in dots]
@@ -137,7 +122,7 @@ ENTROPY_SCORES = ("dot", "dot, unscaled", "adder", "adder, variance-matched", "a
 
 
 def entropy_by_width(
-    head_dims: Sequence[int], *, keys: int = 197, queries: int = 64, seed: int = 0
+    head_dims: Sequence[int], *, keys: int = 197
 ) -> dict[str, Float[np.ndarray, " dims"]]:
     """Mean entropy in nats of the softmax over scores of unit-normal queries and keys, by width.
 
@@ -150,10 +135,10 @@ def entropy_by_width(
     >>> bool(by_width["dot, unscaled"][1] < 1.0 < by_width["dot"][1])
     True
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     result: dict[str, list[float]] = {name: [] for name in ENTROPY_SCORES}
     for dim in head_dims:
-        query, key = rng.standard_normal((queries, dim)), rng.standard_normal((keys, dim))
+        query, key = rng.standard_normal((64, dim)), rng.standard_normal((keys, dim))
         dot = query @ key.T
         adder = -np.abs(query[:, None] - key[None]).sum(-1)
         matched = np.sqrt(ADDER_VARIANCE_PER_DIM * dim)
@@ -164,7 +149,7 @@ def entropy_by_width(
 
 
 def unattended_gradient(
-    head_dims: Sequence[int], *, keys: int = 197, queries: int = 64, seed: int = 0
+    head_dims: Sequence[int], *, keys: int = 197, queries: int = 64
 ) -> dict[str, Float[np.ndarray, " dims"]]:
     """Median gradient of a loss with respect to the scores of keys that are not attended, by width.
 
@@ -175,7 +160,7 @@ def unattended_gradient(
     >>> bool(by_width["dot, unscaled"][1] < 1e-3 * by_width["dot"][1])
     True
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     result: dict[str, list[float]] = {"dot": [], "dot, unscaled": []}
     for dim in head_dims:
         query, key = rng.standard_normal((queries, dim)), rng.standard_normal((keys, dim))

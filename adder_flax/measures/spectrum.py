@@ -8,49 +8,48 @@ of a map A and σ̃ of A + I it argues, for symmetric A:
 so that the rank at which f reaches 0.9 does not fall. The proof takes √λ(A²) for λ(A), which also
 needs A to be positive semidefinite. In general only σ̃_t ≤ σ_t + 1 holds (Weyl), with equality
 throughout exactly for symmetric positive semidefinite A. All functions take (…, N, N) and compute
-in float64, those of singular values in float32 where they are traced.
+in float64.
 """
 
 import dataclasses
 
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Int
+from jaxtyping import ArrayLike, Float, Int
 
-from adder_flax.measures._arrays import NumPy, library_of
+from adder_flax.measures._arrays import NumPy
 from adder_flax.measures.maps import stochastic_part
 
 
-def singular_values(maps: Float[ArrayLike, "*batch n n"]) -> Float[np.ndarray | Array, "*batch n"]:
+def singular_values(maps: Float[ArrayLike, "*batch n n"]) -> Float[np.ndarray, "*batch n"]:
     """Singular values, largest first, of the maps as they are given.
 
     >>> singular_values(np.diag([1.0, 3.0])).tolist()
     [3.0, 1.0]
     """
-    library, maps = library_of(maps)
-    return library.linalg.svd(maps, compute_uv=False)
+    return np.linalg.svd(np.asarray(maps, np.float64), compute_uv=False)
 
 
-def cumulative(sigma: Float[ArrayLike, "*batch n"]) -> Float[np.ndarray | Array, "*batch n"]:
+def cumulative(sigma: Float[ArrayLike, "*batch n"]) -> Float[np.ndarray, "*batch n"]:
     """f(r) = Σ_{t≤r} σ_t / Σ_t σ_t for r = 1 … N.
 
     >>> cumulative(np.array([3.0, 1.0])).tolist()
     [0.75, 1.0]
     """
-    library, sigma = library_of(sigma)
-    return library.cumsum(sigma, -1) / library.sum(sigma, -1, keepdims=True)
+    sigma = np.asarray(sigma, np.float64)
+    return np.cumsum(sigma, -1) / np.sum(sigma, -1, keepdims=True)
 
 
 def equivalent_rank(
     sigma: Float[ArrayLike, "*batch n"], level: float = 0.9
-) -> Int[NumPy | Array, "*batch"]:
+) -> Int[NumPy, "*batch"]:
     """Smallest r with f(r) ≥ level, up to the rounding of a sum of N terms.
 
     >>> equivalent_rank(np.ones(10)).item()
     9
     """
-    library, share = library_of(cumulative(sigma))
-    rounding = 4 * share.shape[-1] * library.finfo(share.dtype).eps
-    return 1 + library.argmax(share >= level * (1 - rounding), axis=-1)
+    share = cumulative(sigma)
+    rounding = 4 * share.shape[-1] * np.finfo(share.dtype).eps
+    return 1 + np.argmax(share >= level * (1 - rounding), axis=-1)
 
 
 def effective_rank(sigma: Float[np.ndarray, "*batch n"]) -> Float[NumPy, "*batch"]:
@@ -126,13 +125,13 @@ def identity_effect(maps: Float[ArrayLike, "*batch n n"]) -> IdentityEffect:
     """
     maps = stochastic_part(maps)
     size = maps.shape[-1]
-    sigma, shifted = (np.asarray(singular_values(m)) for m in (maps, maps + np.eye(size)))
+    sigma, shifted = (singular_values(m) for m in (maps, maps + np.eye(size)))
     return IdentityEffect(
-        f=np.asarray(cumulative(sigma)),
-        f_identity=np.asarray(cumulative(shifted)),
+        f=cumulative(sigma),
+        f_identity=cumulative(shifted),
         g=np.arange(1, size + 1) / size,
-        rank=np.asarray(equivalent_rank(sigma)),
-        rank_identity=np.asarray(equivalent_rank(shifted)),
+        rank=equivalent_rank(sigma),
+        rank_identity=equivalent_rank(shifted),
         effective_rank=effective_rank(sigma),
         effective_rank_identity=effective_rank(shifted),
         deviation=np.abs(shifted - sigma - 1).max(-1),

@@ -33,15 +33,10 @@ def predicted_variance(score: str, head_dim: int) -> float:
 def pair_scores(
     query: Float[ArrayLike, "*batch query dim"], key: Float[ArrayLike, "*batch key dim"], score: str
 ) -> Float[np.ndarray, "*batch query key"]:
-    """Raw scores of all pairs, in float64.
+    """Raw "dot", "adder" or "gaussian" scores of all pairs, in float64.
 
-    Args:
-      query, key: vectors.
-      score: "dot", "adder" or "gaussian".
-
-    Example:
-      >>> pair_scores(np.array([[1.0, 2.0]]), np.array([[0.0, 4.0]]), "adder").item()
-      -3.0
+    >>> pair_scores(np.array([[1.0, 2.0]]), np.array([[0.0, 4.0]]), "adder").item()
+    -3.0
     """
     query, key = wide(query, key)
     if _known(score) == "dot":
@@ -69,31 +64,17 @@ class VarianceEstimate:
 
 
 def monte_carlo_variance(
-    score: str,
-    head_dims: Sequence[int],
-    *,
-    samples: int = 4000,
-    repetitions: int = 8,
-    seed: int = 0,
+    score: str, head_dims: Sequence[int], *, samples: int = 4000, repetitions: int = 8
 ) -> list[VarianceEstimate]:
-    """Variance of a score between independent unit-normal vectors, by sampling.
+    """Variance of a score between independent unit-normal vectors of each width, by sampling.
 
-    Args:
-      score: "dot", "adder" or "gaussian".
-      head_dims: widths d.
-      samples: pairs in each repetition.
-      repetitions: independent estimates, whose spread gives the standard error.
-      seed: of the samples.
+    The spread of independent estimates, each of so many pairs, gives the standard error.
 
-    Returns:
-      One estimate per width.
-
-    Example:
-      >>> [estimate] = monte_carlo_variance("adder", [64])
-      >>> abs(estimate.variance - predicted_variance("adder", 64)) < 4 * estimate.standard_error
-      True
+    >>> [estimate] = monte_carlo_variance("adder", [64])
+    >>> abs(estimate.variance - predicted_variance("adder", 64)) < 4 * estimate.standard_error
+    True
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     estimates = []
     for dim in head_dims:
         query, key = rng.standard_normal((2, repetitions, samples, 1, dim))
@@ -132,17 +113,12 @@ def live_variance(
     key: Float[ArrayLike, "*batch token dim"],
     score: str,
 ) -> LiveVariance:
-    """How far a model's queries and keys are from Theorem 1, in its assumption and in its result.
+    """How far a block's queries and keys are from Theorem 1, in its assumption and in its result.
 
-    Args:
-      query, key: of one block, e.g. from :func:`capture`.
-      score: "dot", "adder" or "gaussian".
-
-    Example:
-      >>> rng = np.random.default_rng(0)
-      >>> live = live_variance(*rng.standard_normal((2, 50, 40, 16)), "dot")
-      >>> 0.9 < live.measured / live.predicted < 1.1
-      True
+    >>> queries_and_keys = np.random.default_rng(0).standard_normal((2, 50, 40, 16))
+    >>> live = live_variance(*queries_and_keys, "dot")
+    >>> 0.9 < live.measured / live.predicted < 1.1
+    True
     """
     query, key = wide(query, key)
     dim = query.shape[-1]

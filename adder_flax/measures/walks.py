@@ -61,34 +61,28 @@ def k_step(maps: Float[ArrayLike, "*batch n n"], steps: int) -> Float[np.ndarray
 
 
 def mixing_time(
-    maps: Float[ArrayLike, "*batch n n"], *, epsilon: float = 0.25, limit: int = 2**20
+    maps: Float[ArrayLike, "*batch n n"], epsilon: float = 0.25
 ) -> Int[NumPy, "*batch"]:
     """Steps after which the walk has forgotten where it began.
 
     t_mix(ε) = min {k : max_i ½ Σ_j |A^k_ij − π_j| ≤ ε} (Levin, Peres and Wilmer, section 4.5). The
-    distance never grows with k, so k is found by doubling and then bit by bit.
+    distance never grows with k, so k is found by doubling and then bit by bit. Walks that have not
+    mixed after 2^20 steps, such as periodic ones, have −1.
 
-    Args:
-      maps: with or without the identity, which is taken off.
-      epsilon: total variation distance that counts as mixed.
-      limit: −1 is returned for walks that have not mixed after so many steps, e.g. periodic ones.
-
-    Example:
-      >>> mixing_time(np.array([[0.9, 0.1], [0.3, 0.7]])).item()  # the distance is 0.75 · 0.6^k
-      3
+    >>> mixing_time(np.array([[0.9, 0.1], [0.3, 0.7]])).item()  # the distance is 0.75 · 0.6^k
+    3
     """
-    time = np.vectorize(_mixing_time, signature="(n,n),(),()->()")
-    return time(stochastic_part(maps), epsilon, limit)
+    return np.vectorize(_mixing_time, signature="(n,n),()->()")(stochastic_part(maps), epsilon)
 
 
-def _mixing_time(matrix: np.ndarray, epsilon: float, limit: int) -> int:
+def _mixing_time(matrix: np.ndarray, epsilon: float) -> int:
     stationary = stationary_distribution(matrix)
     mixed = lambda power: np.abs(power - stationary).sum(-1).max() / 2 <= epsilon
     if mixed(np.eye(len(matrix))):
         return 0
     powers = [matrix]  # A^(2^i)
     while not mixed(powers[-1]):
-        if 2 ** len(powers) > limit:
+        if len(powers) > 20:
             return -1
         powers.append(powers[-1] @ powers[-1])
     # The largest k that is not mixed, bit by bit; one more step mixes.
@@ -123,19 +117,13 @@ def diffusion_map(
     reversibilisation ½(A + Π⁻¹ Aᵀ Π) is taken, Π = diag(π), which has the same stationary
     distribution; for a reversible one that is A itself.
 
-    Args:
-      maps: with or without the identity, which is taken off.
-      steps: k ≥ 0; larger shows coarser structure.
-      dims: how many coordinates, at most N − 1.
+    Returns coordinates λ_j^k ψ_j, j = 1 … dims ≤ N − 1, by falling |λ_j| and without the constant
+    ψ₀. Their Euclidean distance is the diffusion distance after k ≥ 0 steps; more show coarser
+    structure.
 
-    Returns:
-      Coordinates λ_j^k ψ_j, j = 1 …, by falling |λ_j| and without the constant ψ₀. Their Euclidean
-      distance is the diffusion distance after k steps.
-
-    Example:
-      >>> places = diffusion_map(np.array([[0.9, 0.1], [0.3, 0.7]]), dims=1)
-      >>> abs(places[0] - places[1]).round(4).item()  # 0.6 √(1/π₀ + 1/π₁)
-      1.3856
+    >>> places = diffusion_map(np.array([[0.9, 0.1], [0.3, 0.7]]), dims=1)
+    >>> abs(places[0] - places[1]).round(4).item()  # 0.6 √(1/π₀ + 1/π₁)
+    1.3856
     """
     maps = stochastic_part(maps)
     root = np.sqrt(stationary_distribution(maps))
@@ -149,26 +137,18 @@ def diffusion_map(
 
 
 def rollout(maps: Sequence[Float[ArrayLike, "*batch head n n"]]) -> Float[np.ndarray, "*batch n n"]:
-    """Attention rollout: how much of each input token is in each output token.
+    """Attention rollout: how much of each input token is in each output token, rows summing to 1.
 
-    Source: Abnar and Zuidema, ACL 2020.
+    Source: Abnar and Zuidema, ACL 2020. Maps are of every block, first to last. A block adds the
+    attention branch to its input, x + A x, so with heads averaged the mixing matrix is (A + I) / 2.
+    With the identity map the branch is (A + I) x itself, the block x + (A + I) x, and the matrix
+    (A + 2I) / 3: the residual counts once, and rows are divided by what they sum to. Blocks
+    multiply, the last from the left.
 
-    A block adds the attention branch to its input, x + A x, so with heads averaged the mixing
-    matrix is (A + I) / 2. With the identity map the branch is (A + I) x itself, the block x + (A +
-    I) x, and the matrix (A + 2I) / 3: the residual counts once, and rows are divided by what they
-    sum to. Blocks multiply, the last from the left.
-
-    Args:
-      maps: of every block, first to last, with or without the identity.
-
-    Returns:
-      Rows of tokens after the last block over tokens before the first; they sum to 1.
-
-    Example:
-      >>> rollout([np.full((1, 2, 2), 0.5)]).tolist()
-      [[0.75, 0.25], [0.25, 0.75]]
-      >>> rollout([np.full((1, 2, 2), 0.5) + np.eye(2)]).round(4).tolist()
-      [[0.8333, 0.1667], [0.1667, 0.8333]]
+    >>> rollout([np.full((1, 2, 2), 0.5)]).tolist()
+    [[0.75, 0.25], [0.25, 0.75]]
+    >>> rollout([np.full((1, 2, 2), 0.5) + np.eye(2)]).round(4).tolist()
+    [[0.8333, 0.1667], [0.1667, 0.8333]]
     """
 
     def mixing(block: ArrayLike) -> np.ndarray:

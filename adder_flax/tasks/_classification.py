@@ -53,10 +53,8 @@ class Classification(Task[ImageFacts]):
 
     @classmethod
     def source_options(cls, settings: ClassificationSettings) -> dict[str, Any]:
-        return {
-            "crop_scale": settings.resized_crop_scale,
-            "crop_ratio": settings.resized_crop_ratio,
-        }
+        scale, ratio = settings.resized_crop_scale, settings.resized_crop_ratio
+        return {"crop_scale": scale, "crop_ratio": ratio}
 
     @property
     def likelihood(self) -> str:

@@ -45,10 +45,8 @@ class DistillationSettings(ClassificationSettings):
     def faults(self, where: str) -> Iterator[str]:
         """Yields what does not go together."""
         if self.loss != "softmax":
-            yield (
-                f"{where}.loss: expected 'softmax', as a teacher gives probabilities of classes, "
-                f"got {self.loss!r}"
-            )
+            expected = "'softmax', as a teacher gives probabilities of classes"
+            yield f"{where}.loss: expected {expected}, got {self.loss!r}"
         if not self.teacher:
             yield f"{where}.teacher: expected {_EXPLAINED}, got nothing"
 
@@ -81,17 +79,12 @@ class Distillation(Classification):
         return found._replace(metrics={**found.metrics, "teacher_agreement": agreement})
 
     def _taught(self, heads: Array, targets: AnyArray, taught: AnyArray) -> Outcome:
-        settings = self.settings
         by_labels = optax.softmax_cross_entropy(heads[:, 0], targets).mean()
-        by_teacher = distance_to_teacher(
-            heads[:, -1], taught, settings.distillation, settings.distillation_temperature
-        )
-        share = settings.distillation_share
-        metrics = {
-            "accuracy": (heads.mean(1).argmax(-1) == targets.argmax(-1)).mean(),
-            "teacher_loss": by_teacher,
-        }
-        outputs, weights = weighted_outputs(heads, settings)
+        by_teacher = distance_to_teacher(heads[:, -1], taught, self.settings)
+        share = self.settings.distillation_share
+        accuracy = (heads.mean(1).argmax(-1) == targets.argmax(-1)).mean()
+        outputs, weights = weighted_outputs(heads, self.settings)
+        metrics = {"accuracy": accuracy, "teacher_loss": by_teacher}
         return Outcome((1 - share) * by_labels + share * by_teacher, outputs, metrics, weights)
 
 
@@ -100,9 +93,8 @@ def logits_of_heads(
 ) -> Float[Array, "batch heads classes"]:
     """Returns the logits of a classifier's ``heads``, or of its only one, called to train."""
     heads = getattr(model, "heads", None)
-    if heads is None:
-        return call_to_train(model, images, rngs=rngs)[:, None].astype(jnp.float32)
-    return call_to_train(heads, images, rngs=rngs).astype(jnp.float32)
+    logits = call_to_train(heads or model, images, rngs=rngs).astype(jnp.float32)
+    return logits if heads else logits[:, None]
 
 
 def weighted_outputs(
@@ -122,17 +114,12 @@ def weighted_outputs(
 def distance_to_teacher(
     logits: Float[Array, "batch classes"],
     taught: Float[AnyArray, "batch classes"],
-    kind: str,
-    temperature: float | Array,
+    settings: DistillationSettings,
 ) -> Float[Array, ""]:
-    """Returns how far a student is from its teacher, mean over the batch.
-
-    ``"hard"`` is the cross-entropy to the teacher's likeliest class, ``"soft"`` the
-    Kullback-Leibler divergence of the student's probabilities from the teacher's, logits of both
-    divided by the temperature, times its square.
-    """
-    if kind == "hard":
+    """Returns how far a student is from its teacher, mean over the batch; see `Distillation`."""
+    if settings.distillation == "hard":
         return optax.softmax_cross_entropy_with_integer_labels(logits, taught.argmax(-1)).mean()
+    temperature = settings.distillation_temperature
     expected, found = (jax.nn.log_softmax(x / temperature) for x in (taught, logits))
     return temperature**2 * (jnp.exp(expected) * (expected - found)).sum(-1).mean()
 
@@ -219,6 +206,6 @@ class Healing(Distillation):
 
 def _seen(records: tuple[Record, ...]) -> Iterator[Float[Array, "batch block ..."]]:
     """Yields maps and what blocks give."""
-    for kind, name in (("attention", "weights"), ("block", "output")):
+    for kind, (name,) in _WANTED.items():
         found = [r.arrays[name] for r in records if r.kind == kind]
         yield jnp.stack(found, axis=1).astype(jnp.float32)

@@ -86,11 +86,8 @@ class Reconstruction(Task[ImageShape]):
         (images,) = self.inputs(batch)
         losses, errors = _by_image(_rows(model(images)), _rows(images))
         mask = batch["mask"].astype(jnp.float32)
-        return {
-            "loss": (losses * mask).sum(),
-            "squared_error": (errors * mask).sum(),
-            "count": mask.sum(),
-        }
+        by_image = {"loss": losses * mask, "squared_error": errors * mask, "count": mask}
+        return {name: values.sum() for name, values in by_image.items()}
 
 
 def _rows(images: Shaped[AnyArray, "batch ..."]) -> Float[Array, "batch values"]:

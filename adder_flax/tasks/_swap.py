@@ -25,12 +25,7 @@ from jaxtyping import Array, Float
 
 from adder_flax import ops, recorder
 from adder_flax.arrays import AnyArray
-from adder_flax.attention import (
-    LAYER_NORM_EPSILON,
-    MultiHeadAttention,
-    get_score,
-    resolve_scale,
-)
+from adder_flax.attention import LAYER_NORM_EPSILON, MultiHeadAttention, get_score, resolve_scale
 from adder_flax.layers import AdderLinear, half_squared_distances
 from adder_flax.models import VisionTransformer
 from adder_flax.parameters import has_prototypes
@@ -43,34 +38,25 @@ _MOST_PAIRS = 2**18  # of tokens, which the distances of queries and keys are ta
 
 
 def swap(
-    teacher: nnx.Module,
-    student: nnx.Module,
-    images: Float[AnyArray, "batch height width channels"],
+    teacher: nnx.Module, student: nnx.Module, images: Float[AnyArray, "batch height width channels"]
 ) -> VisionTransformer:
     """Returns the student with what the teacher knows.
 
-    Args:
-      teacher: with dot-product attention and dense layers, trained.
-      student: of the same sizes, with adder attention or adder layers in some blocks or all.
-      images: some, normalised as in training, that the parts which differ are fitted on.
+    The student is of the trained teacher's sizes, with adder attention or adder layers in some
+    blocks or all; the parts which differ are fitted on images that are normalised as in training.
+    If the two do not fit each other it is a ValueError.
 
-    Raises:
-      ValueError: they do not fit each other, see the message.
-
-    Example:
-      >>> sizes = dict(image_size=4, patch_size=2, channels=1, width=8, depth=1, num_heads=2)
-      >>> teacher = VisionTransformer(**sizes, rngs=nnx.Rngs(0))
-      >>> images = jax.random.normal(jax.random.key(0), (2, 4, 4, 1))
-      >>> same = swap(teacher, VisionTransformer(**sizes, rngs=nnx.Rngs(1)), images)
-      >>> bool((same(images) == teacher(images)).all())
-      True
+    >>> sizes = dict(image_size=4, patch_size=2, channels=1, width=8, depth=1, num_heads=2)
+    >>> teacher = VisionTransformer(**sizes, rngs=nnx.Rngs(0))
+    >>> images = jax.random.normal(jax.random.key(0), (2, 4, 4, 1))
+    >>> same = swap(teacher, VisionTransformer(**sizes, rngs=nnx.Rngs(1)), images)
+    >>> bool((same(images) == teacher(images)).all())
+    True
     """
-    teacher = _transformer(teacher, "a teacher")
-    student = _transformer(student, "a model")
+    teacher, student = _transformer(teacher, "a teacher"), _transformer(student, "a model")
     _check(teacher, student)
-    known, params = (
-        dict(nnx.to_flat_state(nnx.state(model, nnx.Param))) for model in (teacher, student)
-    )
+    flat = lambda model: dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    known, params = flat(teacher), flat(student)
     adder = {path for path, layer in nnx.iter_modules(student) if isinstance(layer, AdderLinear)}
     fitted_heads = {
         ("blocks", index, "attention")
@@ -145,9 +131,7 @@ def _check(teacher: VisionTransformer, student: VisionTransformer) -> None:
         )
 
 
-def _check_parts(
-    known: set[tuple], params: set[tuple], adder: set[tuple], heads: set[tuple]
-) -> None:
+def _check_parts(known: set[tuple], params: set[tuple], adder: set[tuple], heads: set[tuple]):
     """Refuses parameters that one network alone has, but for those of what is fitted."""
     stem_norms = {(*path[:-1], "norm") for path in adder if path[1] == "stem"}
     fitted = lambda path: (
@@ -213,10 +197,8 @@ def _fit_heads(
 
 
 @jax.jit
-def _divergences(
-    query: Array, key: Array, weights: Array, scale: float
-) -> Float[Array, "factors heads"]:
-    """Returns KL(weights ‖ softmax(−c ‖q − k‖₁ · scale)), means by factor c and head."""
+def _divergences(query: Array, key: Array, weights: Array, scale: float) -> Array:
+    """Returns KL(weights ‖ softmax(−c ‖q − k‖₁ · scale)), means: (factors c, heads)."""
     distances = -jnp.abs(query[..., :, None, :] - key[..., None, :, :]).sum(-1) * scale
     of_factor = lambda c: divergence(weights, jax.nn.log_softmax(c * distances)).mean((0, 2))
     return jnp.stack([of_factor(c) for c in _FACTORS])
@@ -269,8 +251,6 @@ def _explained(sums: Array, wanted: AnyArray) -> tuple[Array, Array, Array]:
 
 def _with_params(model: VisionTransformer, new: Mapping[tuple, Any]) -> VisionTransformer:
     graphdef, state = nnx.split(model, nnx.Param)
-    flat = {
-        path: np.asarray(new.get(path, leaf[...]), leaf.dtype)
-        for path, leaf in nnx.to_flat_state(state)
-    }
+    value = lambda path, leaf: np.asarray(new.get(path, leaf[...]), leaf.dtype)
+    flat = {path: value(path, leaf) for path, leaf in nnx.to_flat_state(state)}
     return nnx.merge(graphdef, traverse_util.unflatten_dict(flat))

@@ -95,10 +95,8 @@ class Task(abc.ABC, Generic[Facts]):
         teacher: Callable[..., Array] | None = None,
         progress: float | Array = 1.0,
     ):
-        self.settings = settings
-        self.data_facts = facts
+        self.settings, self.data_facts, self.progress = settings, facts, progress
         self.teacher: Any = teacher  # tasks that ask for one are given one
-        self.progress = progress
 
     @property
     def likelihood(self) -> str | kfac.Likelihood:
@@ -123,8 +121,7 @@ class Task(abc.ABC, Generic[Facts]):
     def initial(self, model: nnx.Module, source: Source) -> nnx.Module:
         """Returns the model as it is to begin, by default the random one that is given.
 
-        Raises:
-          ValueError: the teacher, if it is asked, is none to begin from.
+        A teacher that is none to begin from is a ValueError.
         """
         return model
 
@@ -146,12 +143,9 @@ class Task(abc.ABC, Generic[Facts]):
 
     @abc.abstractmethod
     def loss(self, model: nnx.Module, examples: Any, *, rngs: nnx.Rngs) -> Outcome:
-        """Calls the model on training examples, by `adder_flax.tasks.call_to_train`.
+        """Calls a model in training mode on what ``examples`` made, by `call_to_train`.
 
-        Args:
-          model: in training mode.
-          examples: from ``examples``.
-          rngs: with the stream ``dropout``.
+        ``rngs`` has the stream ``dropout``.
         """
 
     @abc.abstractmethod
@@ -160,14 +154,10 @@ class Task(abc.ABC, Generic[Facts]):
 
     @abc.abstractmethod
     def sums(self, model: nnx.Module, batch: Batch) -> dict[str, Float[Array, ""]]:
-        """Scores a batch for evaluation.
+        """Scores a batch for evaluation, by a model without dropout.
 
-        Args:
-          model: without dropout.
-          batch: as of ``examples``, and ``"mask"``, True where a row is a record and no filling.
-
-        Returns:
-          Sums over the records, among them ``"count"``, how many there are, and ``"loss"``.
+        The batch has ``"mask"`` too, True where a row is a record and no filling. Returns sums over
+        the records, among them ``"count"``, how many there are, and ``"loss"``.
         """
 
     def scores(self, sums: Mapping[str, float]) -> dict[str, float]:
@@ -186,10 +176,7 @@ class Task(abc.ABC, Generic[Facts]):
     ) -> dict[str, Callable[[], Any]]:
         """Returns what is drawn when a run is complete: file → what makes its Matplotlib figure.
 
-        Args:
-          model: as trained.
-          source: of the evaluation split.
-          title: name of the run.
+        The model is as trained, the source the evaluation split, the title the name of the run.
         """
         return {}
 

@@ -121,16 +121,16 @@ class Transduction(Task[SequenceFacts]):
             state, logits = model.step(memory, state, symbol)
             return (memory, state), logits
 
-        lengths = dict(max_length=self.data_facts.longest, num_beams=self.settings.num_beams)
+        options = dict(max_length=self.data_facts.longest, num_beams=self.settings.num_beams)
         start = (memory, memory.start)
-        return beam_search(step, start, len(source), end_symbol=END, **lengths)[0][:, 0]
+        return beam_search(step, start, len(source), end_symbol=END, **options)[0][:, 0]
 
     def sums(self, model: nnx.Module, batch: Batch) -> dict[str, Float[Array, ""]]:
-        references, mask = batch["references"], batch["mask"]
+        mask = batch["mask"]
         source, first = self.inputs(batch)
         losses = optax.softmax_cross_entropy_with_integer_labels(model(source, first), first)
         real = (first != PAD) & mask[:, None]
-        edits, lengths = closest(self.write(model, source), references)
+        edits, lengths = closest(self.write(model, source), batch["references"])
         counted = {
             "symbols": real,
             "edits": edits * mask,
@@ -199,11 +199,7 @@ def edit_distance(
 
     Row i of Wagner and Fischer's table, D[i, j] = min(D[i-1, j] + 1, D[i, j-1] + 1, D[i-1, j-1] +
     [g_i ≠ t_j]), in a scan over i. Within a row, the chain of insertions D[i, j-1] + 1 is a running
-    minimum of D - j.
-
-    Args:
-      guess, truth: symbols; what stands behind a sequence's length does not count.
-      guess_length, truth_length: how long each is.
+    minimum of D - j. What stands behind a sequence's length does not count.
 
     >>> one = jnp.array
     >>> int(edit_distance(one([1, 2, 3]), one([1, 3, 0, 0]), one(3), one(2)))
@@ -219,8 +215,7 @@ def edit_distance(
         inserted = jnp.broadcast_to(index + 1, (*above.shape[:-1], 1))
         candidates = jnp.concatenate([inserted, other], axis=-1)
         below = jax.lax.cummin(candidates - places, axis=candidates.ndim - 1) + places
-        below = jnp.where(index < guess_length[..., None], below, above)
-        return below, None
+        return jnp.where(index < guess_length[..., None], below, above), None
 
     steps = (jnp.moveaxis(guess, -1, 0), jnp.arange(guess.shape[-1]))
     last, _ = jax.lax.scan(row, first, steps)

@@ -18,6 +18,7 @@ from adder_flax.data import (
     EvalPipeline,
     TrainPipeline,
     UnreadableRecordError,
+    _pipeline,
 )
 from tests.data.files import encode, smooth_image
 
@@ -143,8 +144,10 @@ def test_hosts_share_the_same_global_batch(make_source, hosts):
 
 @pytest.mark.parametrize("make_source", [lambda: numbered_source(20), lambda: encoded_source(20)])
 @pytest.mark.parametrize(("threads", "ahead"), [(1, 1), (2, 3), (8, 2)])
-def test_iterating_equals_indexing_whatever_the_threads(make_source, threads, ahead):
-    pipeline = TrainPipeline(make_source(), 6, seed=1, num_threads=threads, prefetch_batches=ahead)
+def test_iterating_equals_indexing_whatever_the_threads(make_source, threads, ahead, monkeypatch):
+    monkeypatch.setattr(_pipeline, "usable_cores", lambda: threads)
+    monkeypatch.setattr(_pipeline, "_AHEAD", ahead)
+    pipeline = TrainPipeline(make_source(), 6, seed=1)
     for start in (0, 5):
         batches = take(pipeline.iterate(start), 5)
         assert all(same(batch, pipeline[start + offset]) for offset, batch in enumerate(batches))
@@ -211,7 +214,7 @@ def test_evaluation_repeats():
 
 
 def test_an_error_on_a_thread_names_the_record():
-    pipeline = TrainPipeline(encoded_source(6, broken=[4]), 6, num_threads=3)
+    pipeline = TrainPipeline(encoded_source(6, broken=[4]), 6)
     with pytest.raises(UnreadableRecordError, match=r"record 4 of pngs/train \(file4.png\)"):
         next(pipeline.iterate())
 
@@ -235,7 +238,7 @@ def test_only_unreadable_records_is_an_error():
 def test_threads_end_with_the_iterator():
     """Its own threads, by identity: those of earlier tests may end meanwhile."""
     before = set(threading.enumerate())
-    iterator = TrainPipeline(encoded_source(6), 2, num_threads=4).iterate()
+    iterator = TrainPipeline(encoded_source(6), 2).iterate()
     next(iterator)
     started = set(threading.enumerate()) - before
     assert started
@@ -250,10 +253,10 @@ def test_reading_ahead_is_bounded():
     source = numbered_source(100)
     batches, read = [], source.read
     source.read = lambda *arguments: batches.append(1) or read(*arguments)
-    iterator = TrainPipeline(source, 10, prefetch_batches=3).iterate()
+    iterator = TrainPipeline(source, 10).iterate()
     next(iterator)
     time.sleep(0.3)
-    assert len(batches) <= 4
+    assert len(batches) <= 3
     iterator.close()
 
 

@@ -22,7 +22,7 @@ from adder_flax.data import (
     load_source,
     register_source,
 )
-from adder_flax.data._digits import stratified_test_mask
+from adder_flax.data._built_in import FakeSource, stratified_test_mask
 from adder_flax.data._images import (
     decode_and_center_crop,
     decode_and_random_crop,
@@ -96,9 +96,9 @@ def test_digits_do_not_import_scikit_learn():
 
 
 def test_fake_is_a_function_of_split_and_index():
-    options = dict(image_size=5, channels=2, num_classes=3, num_examples=40)
-    train, test = (load_source("fake", split, **options) for split in ("train", "test"))
+    train, test = (FakeSource(split, (5, 5, 2), 3, 40) for split in ("train", "test"))
     assert (len(train), len(test), train.image_shape) == (40, 10, (5, 5, 2))
+    assert load_source("fake", "test", image_size=6).image_shape == (6, 6, 3)
     assert (train[7]["image"] == train[7]["image"]).all()
     assert not (train[7]["image"] == train[8]["image"]).all()
     assert not (train[7]["image"] == test[7]["image"]).all()
@@ -261,7 +261,6 @@ NO_SETS = {"data_dir": str(Path(__file__).parent)}
         (("digits", "val"), r"split out of \('train', 'test'\) of digits, got 'val'"),
         (("fake", "val"), "of fake, got 'val'"),
         (("digits", "train", {"image_size": 9}), "image_size 8 for digits, got 9"),
-        (("digits", "train", {"num_classes": 9}), "num_classes only for 'fake'"),
         (("folder", "train"), "data_dir=<root of the image folder>"),
         (("folder", "train", {"data_dir": "/nowhere/at/all"}), "image_size for data set 'folder'"),
         (("folder", "train", {"data_dir": "/none", "image_size": 8}), "got '/none', which is no"),

@@ -28,7 +28,7 @@ def read_all(name: str, data_dir: Path, **options) -> tuple[np.ndarray, np.ndarr
     """Reads each training image once through its pipeline: images and labels, in order."""
     fixed = {"image_size": 12, "crop_scale": None}
     source = data.load_source(name, "train", data_dir=str(data_dir), **fixed | options)
-    batch = (pipeline := data.TrainPipeline(source, len(source), num_threads=1))[0]
+    batch = (pipeline := data.TrainPipeline(source, len(source)))[0]
     order = np.argsort(pipeline.record_indices(0))
     return batch["image"][order], batch["label"][order]
 
@@ -94,7 +94,7 @@ def test_images_that_vanish_while_they_are_read_are_named_or_skipped(everything,
     make_folder(tmp_path)
     options = {"data_dir": str(tmp_path), "image_size": 8, "on_unreadable": "skip"}
     source = data.load_source("folder", "train", **options)
-    batches = data.TrainPipeline(source, 4, num_threads=1).iterate()
+    batches = data.TrainPipeline(source, 4).iterate()
     next(batches)
     shutil.rmtree(tmp_path if everything else tmp_path / "train" / "ant")
 

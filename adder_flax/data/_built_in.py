@@ -1,14 +1,15 @@
-"""The embedded data set: scikit-learn's 1,797 handwritten digits, read without importing it.
+"""Sets that are always there: scikit-learn's 1,797 handwritten digits, read without importing it,
+and random images of any shape, for benchmarks, dry runs and tests, where only shapes matter.
 
-Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
-Repository, 1998.
+Source of the digits: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI
+Machine Learning Repository, 1998.
 """
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, UInt8
 
 from adder_flax.data._registry import DataSet, register_source
-from adder_flax.data._source import ArraySource
+from adder_flax.data._source import ArraySource, ImageSource
 from adder_flax.extras import missing, wheel_folders
 
 SPLITS = ("train", "test")
@@ -61,3 +62,44 @@ def stratified_test_mask(
 register_source(
     DataSet("digits", load_digits, SPLITS, (8, 8, 1), 10, ((0.3053,), (0.3757,)), "characters")
 )
+
+
+class FakeSource(ImageSource):
+    """Uniform noise: record i is a function of (split, i) alone, and nothing is stored.
+
+    Its label is i mod the number of classes. The test split has a quarter of the examples.
+    """
+
+    def __init__(
+        self,
+        split: str,
+        image_shape: tuple[int, int, int],
+        num_classes: int = 1000,
+        num_examples: int = 50_000,
+    ):
+        super().__init__("fake", split, SPLITS)
+        self._length = num_examples if split == "train" else max(num_examples // 4, 1)
+        self.image_shape = image_shape
+        self.label_names = tuple(str(label) for label in range(num_classes))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, indices, seeds=None, map_function=map):
+        labels = np.asarray(indices, np.int32) % self.num_classes
+        images = np.stack(list(map_function(self._image, indices)))
+        return {"image": images, "label": labels}, np.ones(len(indices), bool)
+
+    def _image(self, index: int) -> UInt8[np.ndarray, "height width channel"]:
+        rng = np.random.default_rng((self.splits.index(self.split), index))
+        size = int(np.prod(self.image_shape))
+        return np.frombuffer(rng.bytes(size), np.uint8).reshape(self.image_shape)
+
+
+def load_fake(split: str, *, image_size: int | None = None, **_) -> FakeSource:
+    """Random images by name; see `load_source`."""
+    return FakeSource(split, (image_size or 224, image_size or 224, 3))
+
+
+# The standard deviation of whole numbers 0..255 that are equally likely.
+register_source(DataSet("fake", load_fake, SPLITS, statistics=((0.5,), (0.2898,))))
