@@ -17,6 +17,7 @@ on automatic axes.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -146,17 +147,21 @@ def split_over_mesh(function: Callable, operand_axes: Axes, result_axes: Axes) -
 
 
 def keep_explicit_axes(
-    function: Callable[..., jax.Array],
-    operands: Sequence[jax.Array],
-    operand_axes: Axes,
-    result_axes: Sequence[str],
+    function: Callable[..., jax.Array], formula: str, *operands: jax.Array
 ) -> jax.Array:
     """Calls a function of arrays, which may be split over explicit axes of a mesh, as if these were
     automatic; the result is split along its axes as the first operand is that has them.
+
+    The formula names all axes as `jnp.einsum` does: `"...mk,kn->...mn"`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit not in mesh.axis_types:
         return function(*operands)
+    *inputs, result = [axes.removeprefix("...") for axes in re.split(",|->", formula)]
+    leading = [a.ndim - len(own) for a, own in zip(operands, inputs, strict=True)]
+    # From the end: leading axes broadcast.
+    names = [[f"b{n}" for n in range(count, 0, -1)] for count in (*leading, max(leading))]
+    *operand_axes, result_axes = [[*a, *b] for a, b in zip(names, (*inputs, result), strict=True)]
     types = zip(map(jax.typeof, operands), operand_axes, strict=True)
     split = _assign_mesh_axes(mesh, types, result_axes)
     place = P(*[split.get(name) for name in result_axes])
