@@ -100,13 +100,12 @@ def energy(operations: Operations, table: EnergyTable = HOROWITZ_45NM) -> Energy
     Raises:
       KeyError: if the table has no entry for a number type that occurs.
 
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from adder_flax.counting import count_operations
-      >>> x = jax.ShapeDtypeStruct((1, 1), "float32")
-      >>> mac = energy(count_operations(jnp.matmul, x, x))
-      >>> round(mac.total_arithmetic_joules * 1e12, 6)  # pJ
-      4.6
+    >>> import jax, jax.numpy as jnp
+    >>> from adder_flax.counting import count_operations
+    >>> x = jax.ShapeDtypeStruct((1, 1), "float32")
+    >>> mac = energy(count_operations(jnp.matmul, x, x))
+    >>> round(mac.total_arithmetic_joules * 1e12, 6)  # pJ
+    4.6
     """
     joules: dict[str, float] = {}
     for (kind, dtype), number in operations.counts.items():

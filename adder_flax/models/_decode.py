@@ -21,8 +21,7 @@ def greedy_decode(
 
     Args:
       step: one step of the model.
-      state: before the first symbol.
-      batch_size: rows of the state.
+      state: before the first symbol, of `batch_size` rows.
       end_symbol: ends a sequence, and stands before its first symbol.
       max_length: where a sequence that does not end is cut.
 
@@ -52,11 +51,8 @@ class _Beams(NamedTuple):
 def beam_search(
     step: Step, state: Any, batch_size: int, *, end_symbol: int, max_length: int, num_beams: int
 ) -> tuple[Int[Array, "batch num_beams {max_length}"], Float[Array, "batch num_beams"]]:
-    """Keeps the `num_beams` likeliest beginnings at every step, finished ones with their chances.
-
-    Args:
-      step, state, batch_size, end_symbol, max_length: as in `greedy_decode`.
-      num_beams: how many are kept; with 1 it is `greedy_decode`.
+    """Keeps the `num_beams` likeliest beginnings at every step, finished ones with their chances;
+    with 1 it is `greedy_decode`, whose arguments it has.
 
     Returns:
       The sequences, likeliest first, filled up with `end_symbol`, and their log-probabilities (of

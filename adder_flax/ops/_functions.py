@@ -74,8 +74,7 @@ def adder_matmul(
     Returns:
       In float32 (float64 for float64 inputs), in which sums are accumulated.
 
-    >>> from adder_flax import ops
-    >>> print(ops.adder_matmul(jnp.array([[1.0, 2.0]]), jnp.array([[0.0, 1.0], [0.0, 5.0]])))
+    >>> print(adder_matmul(jnp.array([[1.0, 2.0]]), jnp.array([[0.0, 1.0], [0.0, 5.0]])))
     [[-3. -3.]]
     """
     x_rule = GradientRule(x_gradient, hardtanh_slope)
@@ -110,9 +109,8 @@ def adder_matmul_jvp(
       x, w, x_gradient, w_gradient, hardtanh_slope: as in `adder_matmul`.
       dx, dw: tangents of `x` and `w`, or None for zero.
 
-    >>> from adder_flax import ops
     >>> x, w = jnp.array([[1.0, 2.0]]), jnp.array([[0.0], [5.0]])
-    >>> print(ops.adder_matmul_jvp(x, w, None, jnp.ones_like(w)))  # (1 - 0) + (2 - 5)
+    >>> print(adder_matmul_jvp(x, w, None, jnp.ones_like(w)))  # (1 - 0) + (2 - 5)
     [[-2.]]
     """
     x, w = as_floating(x=x, w=w)
@@ -152,8 +150,7 @@ def l1_scores(
     Returns:
       In float32 (float64 for float64 inputs), in which sums are accumulated.
 
-    >>> from adder_flax import ops
-    >>> print(ops.l1_scores(jnp.array([[0.0, 0.0], [1.0, 1.0]]), jnp.array([[0.0, 3.0]])))
+    >>> print(l1_scores(jnp.array([[0.0, 0.0], [1.0, 1.0]]), jnp.array([[0.0, 3.0]])))
     [[-3.]
      [-3.]]
     """
@@ -204,9 +201,8 @@ def additive_scores(
     Returns:
       In float32 (float64 for float64 inputs), in which sums are accumulated.
 
-    >>> from adder_flax import ops
     >>> query, key, v = jnp.zeros((2, 3)), jnp.zeros((4, 3)), jnp.ones(3)
-    >>> ops.additive_scores(query, key, v).shape
+    >>> additive_scores(query, key, v).shape
     (2, 4)
     """
     arrays = as_floating(query=query, key=key, v=v)
@@ -254,8 +250,7 @@ def layer_norm(
     Returns:
       In float32 (float64 for float64 inputs).
 
-    >>> from adder_flax import ops
-    >>> ops.layer_norm(jnp.array([[1.0, 3.0]]), jnp.ones(2), jnp.zeros(2), epsilon=0.0).tolist()
+    >>> layer_norm(jnp.array([[1.0, 3.0]]), jnp.ones(2), jnp.zeros(2), epsilon=0.0).tolist()
     [[-1.0, 1.0]]
     """
     x, scale, bias = as_floating(x=x, scale=scale, bias=bias)

@@ -35,10 +35,8 @@ def sad_pack(w: UInt8[ArrayLike, "K N"] | SadWeights) -> SadWeights:
       ValueError: if w is no matrix, or has more than 2²³ rows.
       TypeError: if w is not of uint8.
 
-    Example:
-      >>> from adder_flax import ops
-      >>> ops.sad_pack(jnp.zeros((8, 3), jnp.uint8)).columns.shape
-      (3, 8)
+    >>> sad_pack(jnp.zeros((8, 3), jnp.uint8)).columns.shape
+    (3, 8)
     """
     if isinstance(w, SadWeights):
         return w
@@ -66,11 +64,9 @@ def sad_matmul(
       ValueError: if the shapes do not fit, or K is over 2²³, where sums leave int32.
       TypeError: if x or w is not of uint8.
 
-    Example:
-      >>> from adder_flax import ops
-      >>> x, w = jnp.array([[1, 2]], jnp.uint8), jnp.array([[0, 1], [0, 255]], jnp.uint8)
-      >>> print(ops.sad_matmul(x, w))
-      [[  3 253]]
+    >>> x, w = jnp.array([[1, 2]], jnp.uint8), jnp.array([[0, 1], [0, 255]], jnp.uint8)
+    >>> print(sad_matmul(x, w))
+    [[  3 253]]
     """
     rows, columns = _as_bytes(x=x), sad_pack(w).columns
     _check_terms(rows, columns)
@@ -94,11 +90,9 @@ def sad_scores(
       ValueError: if the shapes do not fit, or d is over 2²³.
       TypeError: if query or key is not of uint8.
 
-    Example:
-      >>> from adder_flax import ops
-      >>> query, key = jnp.array([[0, 0], [1, 1]], jnp.uint8), jnp.array([[128, 3]], jnp.uint8)
-      >>> print(ops.sad_scores(query, key).T)
-      [[131 129]]
+    >>> query, key = jnp.array([[0, 0], [1, 1]], jnp.uint8), jnp.array([[128, 3]], jnp.uint8)
+    >>> print(sad_scores(query, key).T)
+    [[131 129]]
     """
     query, key = _as_bytes(query=query), _as_bytes(key=key)
 
@@ -116,10 +110,8 @@ def to_bytes(
 ) -> UInt8[Array, "..."]:
     """Returns the byte, from 0 to `levels`, of the nearest number lowest + step · byte.
 
-    Example:
-      >>> from adder_flax import ops
-      >>> ops.to_bytes(jnp.array([-9.0, 0.4, 1.6, 9.0]), -1.0, 1.0, 3).tolist()
-      [0, 1, 3, 3]
+    >>> to_bytes(jnp.array([-9.0, 0.4, 1.6, 9.0]), -1.0, 1.0, 3).tolist()
+    [0, 1, 3, 3]
     """
     # A product for each number, in place of a division.
     steps = jnp.round((jnp.asarray(x, jnp.float32) - lowest) * (1 / step))
@@ -157,12 +149,10 @@ def sad_norm(
     Raises:
       ValueError: if the shapes do not fit.
 
-    Example:
-      >>> from adder_flax import ops
-      >>> x, w = jnp.array([[1, 2]], jnp.uint8), jnp.array([[0, 1], [0, 4]], jnp.uint8)
-      >>> own = dict(excess=jnp.zeros(2), scale=jnp.ones(2), bias=jnp.zeros(2), epsilon=0.0)
-      >>> ops.sad_norm(x, ops.sad_pack(w), grid=(0.0, 1.0, 255), **own).tolist()  # of -3 and -2
-      [[-1.0, 1.0]]
+    >>> x, w = jnp.array([[1, 2]], jnp.uint8), jnp.array([[0, 1], [0, 4]], jnp.uint8)
+    >>> own = dict(excess=jnp.zeros(2), scale=jnp.ones(2), bias=jnp.zeros(2), epsilon=0.0)
+    >>> sad_norm(x, sad_pack(w), grid=(0.0, 1.0, 255), **own).tolist()  # of -3 and -2
+    [[-1.0, 1.0]]
     """
     x = jnp.asarray(x)
     if x.dtype != jnp.uint8:
@@ -223,12 +213,10 @@ def sad_attention(
     Raises:
       ValueError: if the shapes do not fit.
 
-    Example:
-      >>> from adder_flax import ops
-      >>> x = jnp.array([[[0.0]], [[4.0]]])
-      >>> y = ops.sad_attention(x, x, x, lowest=0.0, step=1.0, levels=15, factor=99.0)
-      >>> jnp.round(y[:, 0, 0], 6).tolist()
-      [0.0, 4.0]
+    >>> x = jnp.array([[[0.0]], [[4.0]]])
+    >>> y = sad_attention(x, x, x, lowest=0.0, step=1.0, levels=15, factor=99.0)
+    >>> jnp.round(y[:, 0, 0], 6).tolist()
+    [0.0, 4.0]
     """
     arrays = [jnp.asarray(a, jnp.float32) for a in (query, key, value)]
     shapes = [a.shape for a in arrays]
@@ -276,11 +264,9 @@ def shared_grid(
 
     They reach as far as both arrays do, three deviations from the mean at most.
 
-    Example:
-      >>> from adder_flax import ops
-      >>> lowest, step = ops.shared_grid(jnp.array([0.0, 3.0]), jnp.array([-1.0, 7.0]), bits=2)
-      >>> float(lowest), float(step)
-      (0.0, 1.0)
+    >>> lowest, step = shared_grid(jnp.array([0.0, 3.0]), jnp.array([-1.0, 7.0]), bits=2)
+    >>> float(lowest), float(step)
+    (0.0, 1.0)
     """
     ends = [_reach(array.astype(jnp.float32)) for array in as_floating(a=a, b=b)]
     lowest, highest = jnp.maximum(ends[0][0], ends[1][0]), jnp.minimum(ends[0][1], ends[1][1])
@@ -298,11 +284,9 @@ def round_alike(
     al., 2013, https://arxiv.org/abs/1308.3432). Numbers beyond the grid stay as they are, as
     clamping them would take from all sums the same.
 
-    Example:
-      >>> from adder_flax import ops
-      >>> a, b = ops.round_alike(jnp.array([0.0, 1.2, 3.0]), jnp.array([0.0, 1.8, 7.0]), bits=2)
-      >>> a.tolist(), b.tolist()
-      ([0.0, 1.0, 3.0], [0.0, 2.0, 7.0])
+    >>> a, b = round_alike(jnp.array([0.0, 1.2, 3.0]), jnp.array([0.0, 1.8, 7.0]), bits=2)
+    >>> a.tolist(), b.tolist()
+    ([0.0, 1.0, 3.0], [0.0, 2.0, 7.0])
     """
     a, b = as_floating(a=a, b=b)
     lowest, step = shared_grid(a, b, bits=bits)

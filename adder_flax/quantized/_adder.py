@@ -62,9 +62,8 @@ class AdderWeights:
 def quantize(x: Float[ArrayLike, "..."], grid: Grid) -> UInt8[Array, "..."]:
     """Returns the bytes of the nearest numbers of a grid.
 
-    Example:
-      >>> quantize(jnp.array([-9.0, 0.4, 1.6, 9.0]), Grid(lowest=-1.0, scale=1.0, bits=2)).tolist()
-      [0, 1, 3, 3]
+    >>> quantize(jnp.array([-9.0, 0.4, 1.6, 9.0]), Grid(lowest=-1.0, scale=1.0, bits=2)).tolist()
+    [0, 1, 3, 3]
     """
     return ops.to_bytes(x, grid.lowest, grid.scale, grid.levels)
 
@@ -86,13 +85,9 @@ def quantize_weights(
       kernel: W of the layer.
       grid: from `calibrate`.
 
-    Returns:
-      AdderWeights.
-
-    Example:
-      >>> weights = quantize_weights(jnp.array([[0.0], [9.0]]), Grid(lowest=0.0, scale=1.0, bits=2))
-      >>> weights.packed.columns.tolist(), weights.excess.tolist()
-      ([[0, 3]], [6.0])
+    >>> weights = quantize_weights(jnp.array([[0.0], [9.0]]), Grid(lowest=0.0, scale=1.0, bits=2))
+    >>> weights.packed.columns.tolist(), weights.excess.tolist()
+    ([[0, 3]], [6.0])
     """
     kernel = jnp.asarray(kernel, jnp.float32)
     excess = jnp.abs(kernel - grid.clamp(kernel)).sum(0)
@@ -121,10 +116,9 @@ def adder_linear(
     Returns:
       The sums in float32.
 
-    Example:
-      >>> weights = quantize_weights(jnp.array([[0.0], [9.0]]), Grid(lowest=0.0, scale=1.0, bits=2))
-      >>> adder_linear(jnp.array([-1.0, 2.0]), weights).tolist()  # |-1 - 0| + |2 - 9|
-      [-8.0]
+    >>> weights = quantize_weights(jnp.array([[0.0], [9.0]]), Grid(lowest=0.0, scale=1.0, bits=2))
+    >>> adder_linear(jnp.array([-1.0, 2.0]), weights).tolist()  # |-1 - 0| + |2 - 9|
+    [-8.0]
     """
     x, grid, excess = jnp.asarray(x), weights.grid, weights.excess
     if x.dtype != jnp.uint8:
@@ -156,10 +150,9 @@ def calibrate(
     Raises:
       ValueError: other bits, no inputs, or inputs of another width or not finite.
 
-    Example:
-      >>> grid = calibrate(jnp.array([[0.0, 2.0]]), jnp.array([[1.0], [9.0]]), clamped_shares=[0.0])
-      >>> float(grid.lowest), float(grid.scale * grid.levels)  # from 1 to 2
-      (1.0, 1.0)
+    >>> grid = calibrate(jnp.array([[0.0, 2.0]]), jnp.array([[1.0], [9.0]]), clamped_shares=[0.0])
+    >>> float(grid.lowest), float(grid.scale * grid.levels)  # from 1 to 2
+    (1.0, 1.0)
     """
     check_bits(bits)
     inputs, kernel = np.asarray(inputs, np.float32), np.asarray(kernel, np.float32)
@@ -183,7 +176,7 @@ def check_bits(bits: int) -> None:
 
 
 def check_finite(*arrays: np.ndarray) -> None:
-    """Raises ValueError for numbers that no grid has, of which one would spoil a layer's."""
+    """Raises ValueError for numbers that no grid has."""
     if not all(np.isfinite(array).all() for array in arrays):
         raise ValueError(
             "expected finite numbers to choose a grid by, got NaN or infinite ones; leave out the "

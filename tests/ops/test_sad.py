@@ -361,7 +361,6 @@ TARGETS = {
     "AVX2": ["g++", "-mavx2"],
     "AVX-512": ["g++", "-mavx512bw"],
     "AVX-512 by SIMDe": ["g++", "-include", str(Path(__file__).with_name("avx512_by_simde.h"))],
-    "no vectors": ["c++", "-U__SSE2__", "-U__aarch64__"],
     "NEON": ["aarch64-linux-gnu-g++", "-static"],
 }
 
@@ -372,8 +371,6 @@ def _runs(name):
         return False
     if name == "NEON":
         return shutil.which("qemu-aarch64") is not None
-    if name == "no vectors":
-        return True
     flags = own_cache.processor()
     needed = {"AVX2": r"\bavx2\b", "AVX-512": r"\bavx512bw\b"}.get(name, "")
     simde = name != "AVX-512 by SIMDe" or SIMDE.exists()
