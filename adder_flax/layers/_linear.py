@@ -322,30 +322,28 @@ class Identity(nnx.Module):
         return inputs if self.dtype is None else inputs.astype(self.dtype)
 
 
-_KINDS = dict(dense=Linear, normed_dense=NormedLinear, adder=AdderLinear, identity=Identity)
+_KINDS: dict[Any, Callable[..., Any]] = dict(
+    dense=Linear, normed_dense=NormedLinear, adder=AdderLinear, identity=Identity
+)
 
 
 def linear_class(
-    kind: str | tuple[str, ...],
-    adder_options: AdderSettings | Mapping[str, Any] | None = None,
-    *,
-    kinds: Mapping[Any, Callable[..., Any]] = _KINDS,
+    kind: str | tuple[str, ...], adder_options: AdderSettings | Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """What makes a linear layer of this kind: "dense", "normed_dense", "adder" or "identity".
-
-    `adder_options` go to `AdderLinear`; `kinds` are the classes by name, here those of NNX.
+    """What makes a linear layer of this kind: "dense", "normed_dense", "adder", whose options are
+    given, or "identity".
 
     >>> linear_class("adder", {"hardtanh_slope": 4.0})(8, 4, rngs=nnx.Rngs(0)).hardtanh_slope
     4.0
     """
-    if kind not in kinds:
-        *others, last = map(repr, kinds)
+    if kind not in _KINDS:
+        *others, last = map(repr, _KINDS)
         raise ValueError(
             f"expected a linear layer {', '.join(others)} or {last}, got {kind!r}; choose one of "
             "these."
         )
     if kind != "adder":
-        return kinds[kind]
+        return _KINDS[kind]
     if isinstance(adder_options, AdderSettings):
         adder_options = vars(adder_options)
-    return functools.partial(kinds[kind], **(adder_options or {}))
+    return functools.partial(AdderLinear, **(adder_options or {}))

@@ -100,21 +100,11 @@ class LayerScale(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, inputs: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
-        return inputs if self.scale is None else scale_features(inputs, self.scale[...], self.dtype)
-
-
-def scale_features(
-    inputs: Float[Array, "*batch width"],
-    scale: Float[Array | np.ndarray, " width"],
-    dtype: DTypeLike | None = None,
-) -> Float[Array, "*batch width"]:
-    """Multiplies features in a dtype, by default the common one of both.
-
-    >>> scale_features(jnp.ones((2, 2), jnp.bfloat16), jnp.array([1.0, 2.0]), jnp.bfloat16).dtype
-    dtype(bfloat16)
-    """
-    dtype = jnp.result_type(inputs, scale) if dtype is None else dtype
-    return inputs.astype(dtype) * scale.astype(dtype)
+        if self.scale is None:
+            return inputs
+        scale = self.scale[...]
+        dtype = jnp.result_type(inputs, scale) if self.dtype is None else self.dtype
+        return inputs.astype(dtype) * scale.astype(dtype)
 
 
 kfac.register_layer(LayerScale, kind=kfac.Scale)

@@ -11,14 +11,7 @@ Of what is inside, `capture_intermediates` sees the output alone: `adder_flax.re
 
 from adder_flax.linen._attention import MultiHeadAttention
 from adder_flax.linen._bridge import from_nnx, to_nnx
-from adder_flax.linen._layers import (
-    AdderLinear,
-    LayerNorm,
-    LayerScale,
-    Linear,
-    NormedLinear,
-    linear_class,
-)
+from adder_flax.linen._layers import AdderLinear, LayerNorm, Linear, NormedLinear
 from adder_flax.linen._whole import (
     AdditiveAttention,
     BilinearAttention,
@@ -34,7 +27,6 @@ __all__ = [
     "BilinearAttention",
     "Block",
     "LayerNorm",
-    "LayerScale",
     "Linear",
     "NormedLinear",
     "Mlp",
@@ -42,6 +34,5 @@ __all__ = [
     "PatchEmbed",
     "VisionTransformer",
     "from_nnx",
-    "linear_class",
     "to_nnx",
 ]

@@ -1,6 +1,6 @@
 """Linen: linear layers and what stands beside them, with the parameters of `adder_flax.layers`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 import kfac
 from adder_flax import layers, ops
 from adder_flax.attention import LAYER_NORM_EPSILON
-from adder_flax.settings import AdderSettings, keywords_of
+from adder_flax.settings import keywords_of
 
 
 class TakesKeywords(nn.Module):
@@ -184,51 +184,3 @@ class AdderLinear(nn.Module):
 
 
 kfac.register_layer(AdderLinear, "sums", layers.adder_curvature)
-
-
-class Identity(nn.Module):
-    """Linen form of `adder_flax.layers.Identity`: no layer, in the place of one.
-
-    >>> Identity(8).apply({}, jnp.ones((2, 5, 8))).shape
-    (2, 5, 8)
-    """
-
-    features: int
-    use_bias: bool = False
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.float32
-
-    def __call__(self, inputs: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
-        return layers.Identity(inputs.shape[-1], self.features, dtype=self.dtype)(inputs)
-
-
-def linear_class(
-    kind: str | tuple[str, ...], adder_options: AdderSettings | Mapping[str, Any] | None = None
-) -> Callable[..., nn.Module]:
-    """Linen form of `adder_flax.layers.linear_class`: what makes a layer of a kind."""
-    kinds = dict(dense=Linear, normed_dense=NormedLinear, adder=AdderLinear, identity=Identity)
-    return layers.linear_class(kind, adder_options, kinds=kinds)
-
-
-class LayerScale(nn.Module):
-    """Linen form of `adder_flax.layers.LayerScale`: y = x ∘ s, or x where there is no first value.
-
-    >>> import jax
-    >>> LayerScale(0.5).init_with_output(jax.random.key(0), jnp.ones((1, 2)))[0].tolist()
-    [[0.5, 0.5]]
-    """
-
-    initial: float | None = 1e-4
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.float32
-
-    @nn.compact
-    def __call__(self, inputs: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
-        if self.initial is None:
-            return inputs
-        initial = nn.initializers.constant(self.initial)
-        scale = self.param("scale", initial, inputs.shape[-1:], self.param_dtype)
-        return layers.scale_features(inputs, scale, self.dtype)
-
-
-kfac.register_layer(LayerScale, kind=kfac.Scale)
