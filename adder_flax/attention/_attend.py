@@ -171,13 +171,12 @@ def attend(
             return jnp.swapaxes(output, -2, -3)
         scores = raw_scores(query, key, arrays) * factor
         if log_temperature is not None:
-            own = {"log_temperature": log_temperature}
-            cooled, per_head = scores * cooling, log_temperature.ndim > 0
-            scores = tap_heads(TEMPERED, own, scores, cooled, per_head=per_head)
+            learned, per_head = {"log_temperature": log_temperature}, log_temperature.ndim > 0
+            scores = tap_heads(TEMPERED, learned, scores, scores * cooling, per_head=per_head)
         biased = scores if bias is None else scores + bias
         if key_bias is not None:
-            own, per_head = {"key_bias": key_bias}, key_bias.ndim > 1
-            biased = tap_heads(KEY_BIASED, own, scores, biased, per_head=per_head)
+            learned, per_head = {"key_bias": key_bias}, key_bias.ndim > 1
+            biased = tap_heads(KEY_BIASED, learned, scores, biased, per_head=per_head)
         weights = contract.normalize(biased, with_causal(mask, biased.shape) if is_causal else mask)
         shown = weights
         if identity and map_is_wanted:
