@@ -242,13 +242,12 @@ def half_squared_distances(
 ) -> Float[Array, "rows out_features"]:
     """-Σ_k (x[k] - w[k, o])² / 2 by one matrix product, in float32 or wider.
 
-    >>> kernel = jnp.array([[0.0, 1.0], [2.0, 5.0]])
-    >>> half_squared_distances(jnp.array([[1.0, 2.0]]), kernel).tolist()
-    [[-0.5, -4.5]]
+    >>> half_squared_distances(jnp.array([[1.0, 2.0]]), jnp.array([[0.0], [2.0]])).tolist()
+    [[-0.5]]
     """
     wide = jnp.promote_types(rows.dtype, jnp.float32)
-    # Three large terms whose sum is small: narrower ones would cancel to their rounding, as would a
-    # product in the precision that GPUs and TPUs have by default.
+    # Narrower terms would cancel to their rounding, as would a product in the precision that GPUs
+    # and TPUs have by default.
     rows, kernel = jnp.asarray(rows, wide), jnp.asarray(kernel, wide)
     products = jnp.matmul(rows, kernel, precision=jax.lax.Precision.HIGHEST)
     return products - (rows**2).sum(-1, keepdims=True) / 2 - (kernel**2).sum(0) / 2

@@ -51,8 +51,8 @@ class Backend:
     `x`, `dx` and `query` are (B, M, K), `key` is (B, N, K), `v` is (B, K), `g` and what is given
     back (B, M, N); of `layer_norm` x is (B, M, C), scale and bias (B, C). `w` and `dw` are (B, K,
     N) where `axes` is `"kn"`, as weights come, and (B, N, K) where it is `"nk"`, as keys do; below
-    it is written w[n, k] for either, and a backend that needs the other order transposes in its own
-    cheapest way. A `rule` is a function of differences, with a name and a slope.
+    it is written w[n, k] for either. A `rule` is a function of differences, with a name and a
+    slope.
 
     All inputs of one call share one floating dtype; sums are accumulated, and results returned, in
     float32 (float64 for float64 inputs). Any of B, M, N, K may be zero. NaN and infinities

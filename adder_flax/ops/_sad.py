@@ -19,13 +19,9 @@ MOST_TERMS = 2**23
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SadWeights:
-    """Weights of `sad_matmul` in the order in which kernels read them, made by `sad_pack`.
+    """Weights of `sad_matmul` in the order in which kernels read them, made by `sad_pack`."""
 
-    Attributes:
-      columns: those of w, each contiguous.
-    """
-
-    columns: UInt8[Array, "N K"]
+    columns: UInt8[Array, "N K"]  # of w, each contiguous
 
 
 def sad_pack(w: UInt8[ArrayLike, "K N"] | SadWeights) -> SadWeights:

@@ -29,8 +29,7 @@ def byte_scores(
 
     Args:
       query, key: heads, floating.
-      lowest, step: of the grid of each head, the first axis where there is one.
-      bits: of the grid.
+      lowest, step, bits: of the grid, one for each head along a first axis.
 
     >>> query, key = jnp.array([[0.0], [2.0]]), jnp.array([[1.0], [9.0]])
     >>> byte_scores(query, key, lowest=0.0, step=1.0, bits=2).tolist()
@@ -78,11 +77,7 @@ def calibrate_scores(
 
     Args:
       query, key: of some examples; heads of queries are a multiple of those of keys.
-      bits: from 1 to 8.
-      clamped_shares: of queries, and of keys, that may lie beyond either end.
-
-    Returns:
-      A grid whose `lowest` and `scale` have one number for each key head.
+      bits, clamped_shares: as there.
 
     >>> rng = np.random.default_rng(0)
     >>> heads = rng.normal(size=(2, 4, 3, 5, 8)) * np.array([1, 9, 1])[:, None, None]
