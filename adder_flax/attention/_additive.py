@@ -66,9 +66,7 @@ def _pair_scores(
 
 
 def _sampled_units(pair: tuple[Array, Array]) -> Float[Array, "*batch sample key hidden"]:
-    """tanh(q + k) of every key with a sample of the queries, large and yet cheap, at equal
-    distances.
-    """
+    """tanh(q + k) of every key with queries at equal distances: a large sample, and yet cheap."""
     query, key = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in pair)
     step = -(-query.shape[-2] * key.shape[-2] // _MOST_PAIRS)
     return jnp.tanh(query[..., ::step, None, :] + key[..., None, :, :])
@@ -115,17 +113,13 @@ def additive_parameters(
     hidden_dim: int | None = None,
     layer_norm: bool = False,
 ) -> dict[str, ScoreParameter]:
-    """W_q, W_k, b and v for each head, and `norm_scale` with `layer_norm`.
-
-    `hidden_dim` is by default `additive_hidden_dim(query_dim, key_dim)`.
-    """
+    """W_q, W_k, b and v for each head, and `norm_scale` with `layer_norm`."""
     hidden = additive_hidden_dim(query_dim, key_dim) if hidden_dim is None else hidden_dim
     if hidden < 1:
         raise ValueError(
             f"expected hidden_dim of at least 1, got {hidden}; leave it out for the default."
         )
-    # Each half contributes variance 1/2 to the pre-activation, so that tanh starts where it is not
-    # saturated.
+    # Each half gives the pre-activation variance 1/2: tanh starts where it is not saturated.
     projection = jax.nn.initializers.variance_scaling(
         0.5, "fan_in", "normal", in_axis=-2, out_axis=-1, batch_axis=0
     )

@@ -19,8 +19,9 @@ from adder_flax.arrays import AnyArray
 from adder_flax.attention._curvature import KEY_BIASED, TEMPERED, captures, tap_heads
 from adder_flax.attention._registry import Score, get_score, masked_softmax
 from adder_flax.attention.checks import (
+    check_dropout,
     check_own_keys,
-    check_positions,
+    check_shapes,
     identity_map,
     mask_of_pairs,
     own_values,
@@ -65,13 +66,11 @@ def attend(
     """Attention with any registered score: (softmax(scores · scale / temperature + bias) + I)
     value.
 
-    The softmax runs in float32 or wider whatever the inputs' dtype. A query that may see no key
-    gets zeros from the map. The options after `score_options` are also those of
-    `dot_product_attention`, `adder_attention` and the others.
+    The softmax runs in float32 or wider. A query that may see no key gets zeros from the map. The
+    options after `score_options` are also those of `adder_attention` and the others.
 
     Args:
-      query, key, value: arrays in Flax's layout; `heads` may be a multiple of `kv_heads` (grouped
-        heads).
+      query, key, value: in Flax's layout; `heads` may be a multiple of `kv_heads`.
       score: a registered name or a `Score`.
       parameters: the score's learned arrays by name, heads first.
       score_options: options of the score function, for example `{"gradient": "full"}` for the adder
@@ -95,12 +94,11 @@ def attend(
         `deterministic`; a rate that is no plain 0 may be traced.
       broadcast_dropout: one dropout mask for all samples and heads, Flax's default.
       deterministic: no dropout.
-      key_block: compute in blocks of so many keys and never build the map, see
-        `adder_flax.ops.fused_attention`: memory grows with the length instead of its square, for
-        more computation in the backward pass. Where the map is asked for, it is built all the same.
-        Dropout is then independent for each sample and head. "auto" takes blocks where they are
-        faster (`adder_flax.ops.preferred_key_block`), softmax normalises and no weights are
-        dropped. None always builds the map, as forward-mode derivatives need it.
+      key_block: compute in blocks of so many keys and never build the map unless it is asked for,
+        see `adder_flax.ops.fused_attention`; dropout is then independent for each sample and head.
+        "auto" takes blocks where they are faster (`adder_flax.ops.preferred_key_block`), softmax
+        normalises and no weights are dropped. None always builds the map, as forward-mode
+        derivatives need it.
       dtype: dtype of the computation outside softmax; None for the inputs' common one.
       precision: precision of matrix products, see `jax.lax.Precision`.
       module: a Flax module (NNX or Linen) that is to `sow` the weights as "attention_weights".
@@ -123,20 +121,17 @@ def attend(
     >>> out.shape, weights.shape, bool(jnp.allclose(weights.sum(-1), 2.0))
     ((2, 5, 3, 8), (2, 3, 5, 5), True)
     """
-    _refuse_unknown(flax_options, [p.name for p in _options()])
+    _refuse_unknown(flax_options)
     contract = get_score(score)
     identity = contract.identity if identity is None else identity
-    _check_shapes(query, key, value)
+    check_shapes(query, key, value)
     shape = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
-    if query_position is None:
-        check_own_keys(shape, identity, is_causal)
-    else:
-        check_positions(query_position, shape)
+    check_own_keys(shape, identity, is_causal, query_position)
     bias, mask = total_bias(bias, key_bias, shape), mask_of_pairs(mask, shape)
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
     query, key, value = (x.astype(dtype) for x in (query, key, value))
     rate = 0.0 if deterministic else dropout_rate
-    _check_dropout(rate, dropout_rng)
+    check_dropout(rate, dropout_rng)
     arrays = {name: array for name, array in (parameters or {}).items() if array is not None}
     raw_scores = functools.partial(contract.raw_scores, options=score_options)
     factor = resolve_scale(contract, scale, key.shape[-1]) / _per_head(temperature)
@@ -162,7 +157,9 @@ def attend(
     if captures(*arrays.values(), log_temperature, key_bias):
         key_block = None  # inside a block, nothing can be reported
     elif key_block == "auto":
-        key_block = _automatic_block(contract, key.shape[-2], rate)
+        # Blocks draw other dropout masks than the map: the length alone should not choose.
+        possible = contract.normalize is masked_softmax and not is_on(rate)
+        key_block = ops.preferred_key_block(key.shape[-2]) if possible else None
 
     with _matmul_precision(precision):
         if key_block is not None and not map_is_wanted:
@@ -174,8 +171,12 @@ def attend(
             return jnp.swapaxes(output, -2, -3)
         scores = raw_scores(query, key, arrays) * factor
         if log_temperature is not None:
-            scores = _cooled(scores, log_temperature, cooling)
-        biased = scores if bias is None else _biased(scores, bias, key_bias)
+            learned, per_head = {"log_temperature": log_temperature}, log_temperature.ndim > 0
+            scores = tap_heads(TEMPERED, learned, scores, scores * cooling, per_head=per_head)
+        biased = scores if bias is None else scores + bias
+        if key_bias is not None:
+            learned, per_head = {"key_bias": key_bias}, key_bias.ndim > 1
+            biased = tap_heads(KEY_BIASED, learned, scores, biased, per_head=per_head)
         weights = contract.normalize(biased, with_causal(mask, biased.shape) if is_causal else mask)
         shown = weights
         if identity and map_is_wanted:
@@ -186,7 +187,7 @@ def attend(
             intermediates = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
             module.sow(intermediates, "attention_weights", shown)
         if is_on(rate):
-            assert dropout_rng is not None, "_check_dropout has seen to it"
+            assert dropout_rng is not None, "check_dropout has seen to it"
             weights = _dropout(weights, rate, dropout_rng, broadcast_dropout)
         output = _mix(weights.astype(dtype), value, own)
     output = jnp.swapaxes(output, -2, -3)
@@ -194,10 +195,8 @@ def attend(
 
 
 def attention_function(function: Callable[..., Attended]) -> Callable[..., Attended]:
-    """Makes a function that hands `**options` on to `attend` one for Flax's `attention_fn`.
-
-    Its signature names them all: Flax Linen passes only what it finds there. What Flax's modules
-    mean without saying it is added.
+    """Makes a function that hands `**options` on to `attend` one for Flax's `attention_fn`: its
+    signature names them all, as Flax Linen passes only what it finds there.
     """
 
     @functools.wraps(function)
@@ -236,10 +235,11 @@ def _said_by_flax(mask: Any) -> dict[str, Any]:
     return means
 
 
-def _refuse_unknown(options: Mapping[str, Any], known: list[str]) -> None:
+def _refuse_unknown(options: Mapping[str, Any]) -> None:
     """Refuses options that are none of Flax's attention functions, or not at their defaults."""
     for name, value in options.items():
         if name not in _defaults():
+            known = [p.name for p in _options()]
             raise TypeError(
                 f"attention expects options from {known}, got {name!r}; correct its name."
             )
@@ -287,26 +287,6 @@ def resolve_scale(
     )
 
 
-def _check_shapes(query: AnyArray, key: AnyArray, value: AnyArray) -> None:
-    shapes = f"got query {query.shape}, key {key.shape}, value {value.shape}"
-    layout = "(*batch, length, num_heads, head_dim)"
-    if not query.ndim == key.ndim == value.ndim >= 3 or not (
-        query.shape[:-3] == key.shape[:-3] == value.shape[:-3]
-    ):
-        raise ValueError(
-            f"expected {layout} with equal batch axes, {shapes}; reshape or broadcast them first."
-        )
-    if key.shape[:-1] != value.shape[:-1]:
-        raise ValueError(
-            f"expected key and value of one length and number of heads, {shapes}; check them."
-        )
-    if query.shape[-2] % key.shape[-2]:
-        raise ValueError(
-            f"expected the number of query heads to be a multiple of that of key heads, {shapes}; "
-            "change one."
-        )
-
-
 def _mix(weights: Array, value: Array, own: Array | None) -> Array:
     """weights · value, plus each query's own value for the identity map, head-major.
 
@@ -321,13 +301,6 @@ def _mix(weights: Array, value: Array, own: Array | None) -> Array:
     if own is not None:
         output = output + (own if heads == kv_heads else own[..., None, :, :])
     return output.reshape(*batch, heads, q_length, output.shape[-1])
-
-
-def _automatic_block(contract: Score, num_keys: int, dropout_rate: float | Array) -> int | None:
-    # Blocks draw other dropout masks than the map: which of them is drawn should not hang on the
-    # length.
-    possible = contract.normalize is masked_softmax and not is_on(dropout_rate)
-    return ops.preferred_key_block(num_keys) if possible else None
 
 
 def _in_blocks(
@@ -352,30 +325,6 @@ def _in_blocks(
     value = jnp.repeat(value, group, axis=-3)
     output = ops.fused_attention(score, query, key, value, tuple(arrays.values()), **options)
     return output if own is None else output + jnp.repeat(own, group, axis=-3)
-
-
-def _cooled(scores: Array, log_temperature: AnyArray, cooling: float | Array) -> Array:
-    """Scores over the learned temperature, which has curvature."""
-    own, per_head = {"log_temperature": log_temperature}, log_temperature.ndim > 0
-    return tap_heads(TEMPERED, own, scores, scores * cooling, per_head=per_head)
-
-
-def _biased(scores: Array, bias: AnyArray, key_bias: AnyArray | None) -> Array:
-    """Scores with all biases, of which that of the keys has curvature."""
-    if key_bias is None:
-        return scores + bias
-    own, per_head = {"key_bias": key_bias}, key_bias.ndim > 1
-    return tap_heads(KEY_BIASED, own, scores, scores + bias, per_head=per_head)
-
-
-def _check_dropout(rate: float | Array, rng: Array | None) -> None:
-    if isinstance(rate, int | float) and not 0.0 <= rate < 1.0:
-        raise ValueError(f"expected dropout_rate in [0, 1), got {rate}; lower it.")
-    if is_on(rate) and rng is None:
-        raise ValueError(
-            f"dropout_rate = {rate} expects a dropout_rng, got None; pass a jax.random key or "
-            "deterministic=True."
-        )
 
 
 def _dropout(weights: Array, rate: float | Array, rng: Array, broadcast: bool) -> Array:

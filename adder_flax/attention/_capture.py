@@ -15,12 +15,10 @@ def capture_attention(
 ) -> tuple[Float[Array, "*batch heads query key"], ...]:
     """Every attention map that a model computes for these inputs.
 
-    The model, and how it trains, stay as they are.
-
     It works for every model that attends through this library: `VisionTransformer`, your own
     modules with `MultiHeadAttention`, and Flax's multi-head attention with a function from here as
-    its `attention_fn`. Maps cost memory only here: kernels that never build them serve all other
-    calls. `adder_flax.recorder.record` gives queries, keys, scores and the module's path too.
+    its `attention_fn`. `adder_flax.recorder.record` gives queries, keys, scores and the module's
+    path too.
 
     Args:
       model: an NNX module, or a function such as `lambda images: model.apply(variables, images)` of
@@ -38,17 +36,8 @@ def capture_attention(
         `jax.lax.while_loop` or `jax.shard_map`.
 
     >>> from adder_flax.models import VisionTransformer
-    >>> model = VisionTransformer(
-    ...     image_size=8,
-    ...     patch_size=4,
-    ...     channels=1,
-    ...     num_classes=10,
-    ...     width=16,
-    ...     depth=2,
-    ...     num_heads=2,
-    ...     score="adder",
-    ...     rngs=nnx.Rngs(0),
-    ... )
+    >>> sizes = dict(image_size=8, patch_size=4, channels=1, width=16, depth=2, num_heads=2)
+    >>> model = VisionTransformer(**sizes, score="adder", rngs=nnx.Rngs(0))
     >>> [attention_map.shape for attention_map in capture_attention(model, jnp.ones((3, 8, 8, 1)))]
     [(3, 2, 5, 5), (3, 2, 5, 5)]
     """

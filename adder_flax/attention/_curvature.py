@@ -38,9 +38,7 @@ def tap_heads(
     Args:
       layer: of one head; an output without features, such as scores, has one.
       parameters: by role; heads first with `per_head`.
-      x: the layer's input, arrays (*batch, heads, length, width), without the heads unless
-        `per_head`.
-      y: its output, likewise.
+      x, y: input and output, (*batch, heads, length, width), without the heads unless `per_head`.
       per_head: whether each head has parameters of its own.
     """
     known = {role: kfac.path_of(parameter) for role, parameter in parameters.items()}
@@ -63,16 +61,6 @@ def captures(*parameters: AnyArray | None) -> bool:
     return any(kfac.path_of(parameter) is not None for parameter in parameters)
 
 
-def _tempered(parameters: dict[str, Array], scores: Float[Array, "*batch query key"]) -> Array:
-    return (scores * jnp.exp(-parameters["log_temperature"]))[..., None]
-
-
-def _key_biased(parameters: dict[str, Array], scores: Float[Array, "*batch query key"]) -> Array:
-    return (scores + parameters["key_bias"])[..., None]
-
-
-TEMPERED = kfac.Generic(_tempered)
-"""Scores of one head over a learned temperature."""
-
-KEY_BIASED = kfac.Generic(_key_biased)
-"""Scores of one head with a learned bias of each key."""
+# Scores of one head over a learned temperature, and with a learned bias of each key.
+TEMPERED = kfac.Generic(lambda own, scores: (scores * jnp.exp(-own["log_temperature"]))[..., None])
+KEY_BIASED = kfac.Generic(lambda own, scores: (scores + own["key_bias"])[..., None])

@@ -24,18 +24,16 @@ class MultiHeadAttention(nnx.Module):
     num_heads · head_dim), and the learned arrays of the score, one per head, under `score`.
 
     Args:
-      num_heads: number of heads; divides `qkv_features`.
+      num_heads: divides `qkv_features`.
       in_features: width of the queries' inputs.
       settings: how queries look at keys; each of its fields can be given as a keyword instead:
         score: a registered name: "dot", "bilinear", "additive", "adder", "gaussian" or your own.
         score_options: options of the score, such as `{"hidden_dim": 32}` (additive), `{"gradient":
         "full"}` (adder). temperature: a positive number, or "learned" for one per head,
         exp(`log_temperature`), which starts at 1. scale, identity, key_block: see `attend`.
-      qkv_features: width of all heads together; `in_features` by default.
-      out_features: width of the output; `in_features` by default.
-      in_kv_features: width of the keys' and values' inputs; `in_features` by default.
-      num_kv_heads: number of key and value heads, a divisor of `num_heads`, by default equal (no
-        grouping).
+      qkv_features, out_features, in_kv_features: width of all heads together, of the output, and of
+        the keys' and values' inputs; `in_features` by default.
+      num_kv_heads: of keys and values, a divisor of `num_heads`, by default equal (no grouping).
       key_bias_length: learn one bias per head and key position, for inputs of exactly this length;
         None for none.
       dropout_rate: dropout of attention weights, independent for each sample and head.
@@ -129,13 +127,7 @@ class MultiHeadAttention(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "*batch q_length out_features"]:
         """Attends from `inputs_q` to `inputs_k`, by default the same, and mixes `inputs_v`, by
-        default the keys.
-
-        Args:
-          inputs_q, inputs_k, inputs_v: tokens.
-          mask, bias, is_causal: see `attend`.
-          deterministic: no dropout.
-          rngs: with a stream `dropout`, where there is dropout.
+        default the keys; other arguments are as of `attend`, `rngs` have a stream `dropout`.
         """
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v

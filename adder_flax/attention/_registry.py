@@ -22,14 +22,8 @@ from adder_flax.settings import SCORE_OPTIONS, Options, join
 def masked_softmax(
     scores: Float[AnyArray, "*batch key"], mask: Bool[AnyArray, "..."] | None = None
 ) -> Float[Array, "*batch key"]:
-    """Softmax over the keys, in the precision of `scores`; a query that may see no key gets zeros.
-
-    Args:
-      scores: logits of any size; the largest of each row is subtracted first, so none overflows.
-      mask: True where a query may see a key, broadcastable to `scores`.
-
-    Returns:
-      Rows that sum to 1, or to 0 where every key is masked.
+    """Softmax over the keys, in the precision of `scores`, of any size; a query that may see no
+    key, where the mask is False, gets zeros.
 
     >>> masked_softmax(jnp.array([[1e4, 1e4], [5.0, 7.0]]), jnp.array([[True], [False]])).tolist()
     [[0.5, 0.5], [0.0, 0.0]]
@@ -73,7 +67,6 @@ class Score:
     Linen modules, in `VisionTransformer` and in `capture_attention`.
 
     Attributes:
-      name: what modules and experiments call it.
       function: `function(query, key, **parameters, **options)`; query (..., num_heads, q_length,
         query_dim) and key (..., num_heads, k_length, key_dim) give raw scores (..., num_heads,
         q_length, k_length), in float32 or wider, larger for a better match. With grouped key heads
@@ -130,10 +123,8 @@ class Score:
         return {field.name: field for field in fields}
 
     def own_options(self, options: Any) -> Options:
-        """All options of this score: of all scores' settings its own, of a mapping every one, which
-        has to be.
-
-        What is not given has its default.
+        """All options of this score, by default where not given: of all scores' settings its own,
+        of a mapping every one, which has to be.
 
         >>> get_score("additive").own_options({"layer_norm": True})
         Options({'hidden_dim': None, 'layer_norm': True})
@@ -158,7 +149,7 @@ class Score:
     def learned_parameters(
         self, num_heads: int, query_dim: int, key_dim: int, options: Mapping[str, Any] | None = None
     ) -> Mapping[str, ScoreParameter]:
-        """The learned arrays for these widths and options, by name."""
+        """The learned arrays for these widths and options."""
         chosen = self._options_of(self.parameters, options)
         return self.parameters(num_heads, query_dim, key_dim, **chosen)
 
@@ -205,10 +196,7 @@ SCORES: Registry[Score] = Registry("score", "adder_flax.attention.register_score
 
 def register_score(score: Score) -> Score:
     """Makes `score` available under its name everywhere, its options as fields of configurations;
-    returns it.
-
-    The same function again, as when a notebook cell or an experiment file runs twice, replaces what
-    it registered.
+    returns it. The same function again, as of a notebook cell, replaces what it registered.
 
     Raises:
       ValueError: another score already has this name, or has an option of the same name that means

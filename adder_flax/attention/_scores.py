@@ -64,11 +64,10 @@ def adder_attention(
 ) -> Attended:
     """Adder attention: (softmax(-‖q - k‖₁ / √d) + I) v, whose scores need no multiplication.
 
-    The identity map raises every singular value of a symmetric positive semidefinite map by one and
-    so lifts the low rank of L1 maps (Shu et al., "Adder Attention for Vision Transformer", NeurIPS
-    2021, Proposition 1). It is defined for self-attention only; give `identity=False` for
-    cross-attention, which cannot be told from it where both lengths are equal. Rows of the map sum
-    to 2 with it.
+    The identity map lifts the low rank of L1 maps (Shu et al., "Adder Attention for Vision
+    Transformer", NeurIPS 2021, Proposition 1). Rows of the map sum to 2 with it. It is defined for
+    self-attention only; give `identity=False` for cross-attention, which cannot be told from it
+    where both lengths are equal.
 
     `gradient` is the rule of the distance: "sign" (exact), "full" (differences) or "hardtanh".
     Other arguments and the result are those of `attend`; `scale="variance_matched"` gives
@@ -115,10 +114,7 @@ def bilinear_scores(
     *,
     kernel: Float[AnyArray, "*#batch query_dim key_dim"],
 ) -> Float[Array, "*#batch query key"]:
-    """qᵀ W k for every pair, in float32 or wider.
-
-    W is (query_dim, key_dim), per head where it has leading axes.
-    """
+    """qᵀ W k for every pair, in float32 or wider; W is per head where it has leading axes."""
     if kernel.shape[-2:] != (query.shape[-1], key.shape[-1]):
         raise ValueError(
             "bilinear scores expect a kernel of shape (query_dim, key_dim) = "

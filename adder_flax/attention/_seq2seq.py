@@ -1,7 +1,6 @@
 """Single-head attention of sequence-to-sequence models, from decoder states to encoder states."""
 
 import dataclasses
-from typing import Any
 
 import flax.nnx as nnx
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from adder_flax.arrays import AnyArray
 from adder_flax.attention._attend import attend
 from adder_flax.attention._multi_head import value_of
 from adder_flax.attention._registry import get_score
-from adder_flax.attention.checks import check_no_identity, check_pairs, check_temperature
+from adder_flax.attention.checks import check_broadcasts, check_temperature
 from adder_flax.settings import AttentionSettings, keywords_of
 
 
@@ -52,7 +51,11 @@ class SequenceAttention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_temperature(settings.temperature)
-        check_no_identity(settings.identity)
+        if settings.identity:
+            raise ValueError(
+                "expected no identity map between two sequences, whose positions are not the same, "
+                "got identity=True; leave it out."
+            )
         contract = get_score(settings.score)
         options = contract.own_options(settings.score_options)
         self.settings = dataclasses.replace(settings, score_options=options, identity=False)
@@ -79,15 +82,13 @@ class SequenceAttention(nnx.Module):
         Args:
           query, key, value: decoder states, encoder states, and what is mixed.
           mask: True where a query may see a key, broadcastable to (*batch, q_length, k_length).
-          bias: added to the scaled scores, broadcastable likewise; one value per key is a per-key
-            bias.
+          bias: added to the scaled scores, likewise; one value per key is a per-key bias.
           return_weights: also return the alignment (*batch, q_length, k_length).
-
-        Returns:
-          The context (*batch, q_length, value_features), and the alignment if `return_weights`.
         """
         value = key if value is None else value
-        check_pairs(query, key, mask=mask, bias=bias)
+        shape = (*query.shape[:-1], key.shape[-2])
+        check_broadcasts("mask", mask, shape, axes="q_length, k_length")
+        check_broadcasts("bias", bias, shape, axes="q_length, k_length")
         attended = attend(
             *(x[..., None, :] for x in (query, key, value)),
             **self.settings.options(value_of(self.log_temperature)),
@@ -109,13 +110,12 @@ class AdditiveAttention(SequenceAttention):
     Only v / T is identifiable: a learned temperature changes how v trains, not what the module can
     express.
 
+    Arguments are as of `SequenceAttention`, but for `score` and `score_options`; `scale` is 1 by
+    default.
+
     Args:
-      query_features: d_s, width of the decoder states s.
-      key_features: d_h, width of the encoder states h.
       hidden_dim: d_a; by default where the parameter count meets that of `BilinearAttention`.
       layer_norm: LayerNorm of the sum inside tanh, against saturation; b is then its shift.
-      settings, param_dtype, rngs: as of `SequenceAttention`, but for `score` and `score_options`;
-        `scale` is 1 by default.
 
     >>> attention = AdditiveAttention(6, 8, rngs=nnx.Rngs(0))
     >>> attention(jnp.ones((2, 5, 6)), jnp.ones((2, 7, 8))).shape
@@ -136,8 +136,9 @@ class AdditiveAttention(SequenceAttention):
     ):
         options = dict(hidden_dim=hidden_dim, layer_norm=layer_norm)
         settings = dataclasses.replace(settings, score="additive", score_options=options)
-        own: dict[str, Any] = dict(settings=settings, param_dtype=param_dtype, rngs=rngs)
-        super().__init__(query_features, key_features, **own)
+        super().__init__(
+            query_features, key_features, settings=settings, param_dtype=param_dtype, rngs=rngs
+        )
 
 
 class BilinearAttention(SequenceAttention):
@@ -164,5 +165,6 @@ class BilinearAttention(SequenceAttention):
         rngs: nnx.Rngs,
     ):
         settings = dataclasses.replace(settings, score="bilinear", score_options=None)
-        own: dict[str, Any] = dict(settings=settings, param_dtype=param_dtype, rngs=rngs)
-        super().__init__(query_features, key_features, **own)
+        super().__init__(
+            query_features, key_features, settings=settings, param_dtype=param_dtype, rngs=rngs
+        )

@@ -5,6 +5,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from adder_flax import ops
 from adder_flax.arrays import AnyArray
+from adder_flax.settings import is_on
 
 
 def check_heads(qkv_features: int, num_heads: int, num_kv_heads: int) -> None:
@@ -21,12 +22,35 @@ def check_heads(qkv_features: int, num_heads: int, num_kv_heads: int) -> None:
         )
 
 
-def check_no_identity(identity: bool | None) -> None:
-    """Refuses the identity map between two sequences."""
-    if identity:
+def check_shapes(query: AnyArray, key: AnyArray, value: AnyArray) -> None:
+    """Refuses arrays that are not in Flax's layout or do not belong together."""
+    shapes = f"got query {query.shape}, key {key.shape}, value {value.shape}"
+    layout = "(*batch, length, num_heads, head_dim)"
+    if not query.ndim == key.ndim == value.ndim >= 3 or not (
+        query.shape[:-3] == key.shape[:-3] == value.shape[:-3]
+    ):
         raise ValueError(
-            "expected no identity map between two sequences, whose positions are not the same, got "
-            "identity=True; leave it out."
+            f"expected {layout} with equal batch axes, {shapes}; reshape or broadcast them first."
+        )
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(
+            f"expected key and value of one length and number of heads, {shapes}; check them."
+        )
+    if query.shape[-2] % key.shape[-2]:
+        raise ValueError(
+            f"expected the number of query heads to be a multiple of that of key heads, {shapes}; "
+            "change one."
+        )
+
+
+def check_dropout(rate: float | Array, rng: Array | None) -> None:
+    """Refuses a rate that is no probability, and one without a key."""
+    if isinstance(rate, int | float) and not 0.0 <= rate < 1.0:
+        raise ValueError(f"expected dropout_rate in [0, 1), got {rate}; lower it.")
+    if is_on(rate) and rng is None:
+        raise ValueError(
+            f"dropout_rate = {rate} expects a dropout_rng, got None; pass a jax.random key or "
+            "deterministic=True."
         )
 
 
@@ -99,24 +123,23 @@ def own_values(
     return jnp.take_along_axis(value, own, axis=-2, mode="fill", fill_value=jnp.nan)
 
 
-def check_own_keys(shape: Shape, identity: bool, is_causal: bool) -> None:
+def check_own_keys(
+    shape: Shape, identity: bool, is_causal: bool, query_position: int | Array | None
+) -> None:
     """Refuses what needs to know queries' own keys, as in self-attention, where they are not."""
     q_length, k_length = shape[-2:]
-    if q_length != k_length and (identity or is_causal):
+    if query_position is not None:
+        if jnp.shape(query_position) not in ((), shape[:-3]):
+            raise ValueError(
+                f"expected one query_position, or one for each sample, of shape {shape[:-3]}, got "
+                f"{jnp.shape(query_position)}; give the place of the first query alone."
+            )
+    elif q_length != k_length and (identity or is_causal):
         option = "identity" if identity else "is_causal"
         raise ValueError(
             f"{option} expects self-attention, as many queries as keys, got {q_length} and "
             f"{k_length}; where keys come from a cache, pass the first query's place among them as "
             f"query_position, and between two sequences {option}=False."
-        )
-
-
-def check_positions(query_position: int | Array, shape: Shape) -> None:
-    """Refuses places of queries that are neither one for all samples nor one for each."""
-    if jnp.shape(query_position) not in ((), shape[:-3]):
-        raise ValueError(
-            f"expected one query_position, or one for each sample, of shape {shape[:-3]}, got "
-            f"{jnp.shape(query_position)}; give the place of the first query alone."
         )
 
 
@@ -145,10 +168,3 @@ def check_broadcasts(
             + ", ".join(f"one of shape {given} goes in as {way}" for given, way in ways.items())
             + "."
         )
-
-
-def check_pairs(query: AnyArray, key: AnyArray, **arrays: AnyArray | None) -> None:
-    """Refuses a mask or bias that does not broadcast to the pairs of one head."""
-    shape = (*query.shape[:-1], key.shape[-2])
-    for name, array in arrays.items():
-        check_broadcasts(name, array, shape, axes="q_length, k_length")

@@ -104,7 +104,7 @@ class Tally:
 
 
 def size(variable: Any) -> int:
-    """Number of elements of a jaxpr variable or literal (tokens and references to them: 0)."""
+    """Number of elements of a jaxpr variable or literal, 0 of a token."""
     return math.prod(getattr(variable.aval, "shape", (0,)))
 
 
@@ -117,10 +117,8 @@ def nbytes(variable: Any) -> int:
 
 
 def walk(jaxpr: Any, tally: Tally, layer_of: Callable[[str], str], outer: str = "") -> None:
-    """Adds the operations of every equation of ``jaxpr`` (an open one) to ``tally``.
-
-    ``layer_of`` gives the layer of an equation by its full name stack; ``outer`` is that of the
-    equation that holds this jaxpr.
+    """Adds the operations of every equation of an open ``jaxpr``, held by one with the name stack
+    ``outer``; ``layer_of`` gives the layer of an equation by its own.
     """
     l1 = _l1_distances(jaxpr)
     traffic = _Traffic(l1)
@@ -188,7 +186,7 @@ def _count_products(equation: Any, tally: Tally, layer: str, macs: int) -> None:
 
 
 def dot_general_macs(equation: Any) -> int:
-    """Multiply-accumulates of a ``dot_general``: elements of the result times contracted extent."""
+    """Multiply-accumulates: elements of the result times contracted extent."""
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
     return size(equation.outvars[0]) * math.prod(shape[axis] for axis in contracted)
@@ -239,7 +237,6 @@ def _walk_inner(
 
 
 def _kernel_name(equation: Any) -> str:
-    """Name under which a kernel is declared: of the FFI target, Pallas kernel or primitive."""
     params = equation.params
     if "target_name" in params:
         return str(params["target_name"])

@@ -24,8 +24,7 @@ class EnergyTable:
 
     Attributes:
       name: what the table is, for headings.
-      addition: {dtype: pJ}.
-      multiplication: {dtype: pJ}.
+      addition, multiplication: {dtype: pJ}.
       memory: {level: pJ per byte}.
     """
 
@@ -35,11 +34,7 @@ class EnergyTable:
     memory: Mapping[str, float]
 
     def picojoules(self, kind: str, dtype: str) -> float:
-        """Energy of one operation, in pJ.
-
-        Raises:
-          KeyError: if the table has no entry for the number type.
-        """
+        """Energy of one operation, in pJ; raises KeyError for a number type without an entry."""
         if dtype == "bool":
             return 0.0
         if dtype not in self.addition or dtype not in self.multiplication:
@@ -100,13 +95,12 @@ def energy(operations: Operations, table: EnergyTable = HOROWITZ_45NM) -> Energy
     Raises:
       KeyError: if the table has no entry for a number type that occurs.
 
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from adder_flax.counting import count_operations
-      >>> x = jax.ShapeDtypeStruct((1, 1), "float32")
-      >>> mac = energy(count_operations(jnp.matmul, x, x))
-      >>> round(mac.total_arithmetic_joules * 1e12, 6)  # pJ
-      4.6
+    >>> import jax, jax.numpy as jnp
+    >>> from adder_flax.counting import count_operations
+    >>> x = jax.ShapeDtypeStruct((1, 1), "float32")
+    >>> mac = energy(count_operations(jnp.matmul, x, x))
+    >>> round(mac.total_arithmetic_joules * 1e12, 6)  # pJ
+    4.6
     """
     joules: dict[str, float] = {}
     for (kind, dtype), number in operations.counts.items():

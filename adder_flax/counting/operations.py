@@ -1,9 +1,8 @@
 """Additions, multiplications, comparisons and exponentials of JAX functions.
 
 The usual counters know one number, the FLOP or the multiply-accumulate, in which an addition weighs
-as much as a multiplication. Here the jaxpr of a function is walked and every kind is counted by
-itself, layer by layer and number type by number type. Nothing is computed: arguments are replaced
-by their shapes.
+as much as a multiplication. Here every kind is counted by itself, layer by layer and number type by
+number type.
 """
 
 import dataclasses
@@ -24,8 +23,7 @@ class Operations:
     difference and its accumulation, and the absolute value is free, being one bit of the operand.
     Of bytes the difference is one of uint8, and what it is added to int32.
     :meth:`with_one_addition_per_l1_element` gives the other convention in use. Sign changes,
-    selections, conversions and moves are not arithmetic. Taps of a convolution that fall on padding
-    are not counted.
+    selections, conversions and moves are not arithmetic. Taps on padding are not counted.
 
     Attributes:
       counts: {(kind, dtype): number}, e.g. {("additions", "float32"): 12}.
@@ -93,24 +91,13 @@ class Operations:
         return self._sum(_walk.L1)
 
     def with_one_addition_per_l1_element(self) -> "Operations":
-        """The same counts if |x − w| costs nothing and only its accumulation is an addition.
-
-        This is the convention under which published adder networks report one addition per element.
+        """The same counts if only the accumulation of |x − w| is an addition, as published adder
+        networks count.
         """
         counts = Counter(self.counts)
         counts.subtract({(_walk.ADD, d): n for (k, d), n in self.counts.items() if k == _walk.L1})
         layers = {n: layer.with_one_addition_per_l1_element() for n, layer in self.layers.items()}
         return dataclasses.replace(self, counts=dict(counts), layers=layers)
-
-    def by_prefix(self, depth: int) -> dict[str, "Operations"]:
-        """Layers merged by the first ``depth`` parts of their names, in the order of the program.
-
-        1 gives "patch_embed", "blocks", "head"; 2 tells one block from another.
-        """
-        groups: dict[str, list[Operations]] = {}
-        for name, layer in self.layers.items():
-            groups.setdefault(".".join(name.split(".")[:depth]), []).append(layer)
-        return {name: Operations.total(group) for name, group in groups.items()}
 
 
 def count_operations(fn: Callable, *args: Any) -> Operations:
@@ -126,16 +113,15 @@ def count_operations(fn: Callable, *args: Any) -> Operations:
       *args: arrays, ``jax.ShapeDtypeStruct``, pytrees of them, or NNX modules, which may be
         abstract (``nnx.eval_shape``).
 
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> x, w = jax.ShapeDtypeStruct((2, 3), "float32"), jax.ShapeDtypeStruct((3, 5), "float32")
-      >>> counted = count_operations(jnp.matmul, x, w)
-      >>> counted.multiplications, counted.additions
-      (30, 30)
-      >>> from adder_flax.ops import adder_matmul
-      >>> counted = count_operations(adder_matmul, x, w)
-      >>> counted.additions, counted.with_one_addition_per_l1_element().additions
-      (60, 30)
+    >>> import jax, jax.numpy as jnp
+    >>> x, w = jax.ShapeDtypeStruct((2, 3), "float32"), jax.ShapeDtypeStruct((3, 5), "float32")
+    >>> counted = count_operations(jnp.matmul, x, w)
+    >>> counted.multiplications, counted.additions
+    (30, 30)
+    >>> from adder_flax.ops import adder_matmul
+    >>> counted = count_operations(adder_matmul, x, w)
+    >>> counted.additions, counted.with_one_addition_per_l1_element().additions
+    (60, 30)
     """
     closed, _ = recorder.trace(fn, *args)
     tally = _walk.Tally()
@@ -162,9 +148,8 @@ def declare_operations(kernel: str, count: Callable[[Any], Mapping[str, int]]) -
     Raises:
       ValueError: another function counts this kernel.
 
-    Example:
-      >>> count = lambda equation: {"additions": equation.outvars[0].aval.size}
-      >>> with _walk.KERNELS.temporary():
-      ...     declare_operations("my_kernel", count)
+    >>> count = lambda equation: {"additions": equation.outvars[0].aval.size}
+    >>> with _walk.KERNELS.temporary():
+    ...     declare_operations("my_kernel", count)
     """
     _walk.KERNELS.register(kernel, count)

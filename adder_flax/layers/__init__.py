@@ -23,7 +23,6 @@ from adder_flax.layers._tokenwise import (
     gelu,
     is_over_last_axis,
     normalized,
-    scale_features,
 )
 
 __all__ = [
@@ -51,5 +50,4 @@ __all__ = [
     "neighbourhoods",
     "normalized",
     "report_adder",
-    "scale_features",
 ]

@@ -23,8 +23,7 @@ class Mlp(nnx.Module):
     Args:
       in_features: width of input and output.
       hidden_features: width between the layers.
-      linear: what makes the two layers, `Linear`, `NormedLinear` or `AdderLinear` with its options
-        bound.
+      linear: what makes the two layers, see `linear_class`.
       dropout_rate: dropout after the activation and after the second layer.
       dtype, param_dtype: see `Linear`.
       rngs: initialisation keys.
@@ -48,8 +47,7 @@ class Mlp(nnx.Module):
         self.fc1: Any = linear(in_features, hidden_features, **shared)
         self.fc2: Any = linear(hidden_features, in_features, **shared)
         # Columns of the one and rows of the other belong to a hidden unit: where these are split
-        # over devices, GELU needs nothing from another device, and one sum behind fc2 puts the
-        # parts together.
+        # over devices, one sum behind fc2 is all that they tell each other.
         name_axis(getattr(self.fc1, "kernel", None), -1, "hidden")
         name_axis(getattr(self.fc2, "kernel", None), 0, "hidden")
         self.dropout = Dropout(dropout_rate)
@@ -70,15 +68,13 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
     """x + attention(norm1(x)), then x + mlp(norm2(x)).
 
-    With the norm behind: norm1(x + attention(x)), then norm2(x + mlp(x)).
-
-    The second, post-LayerNorm, is the block of Vaswani et al. (2017,
-    https://arxiv.org/abs/1706.03762); the first, pre-LayerNorm, trains without long warm-up (Xiong
-    et al., 2020, https://arxiv.org/abs/2002.04745).
+    With the norm behind: norm1(x + attention(x)), then norm2(x + mlp(x)), the block of Vaswani et
+    al. (2017, https://arxiv.org/abs/1706.03762); the first, pre-LayerNorm, trains without long
+    warm-up (Xiong et al., 2020, https://arxiv.org/abs/2002.04745).
 
     Args:
-      width: width of the tokens.
-      num_heads: number of attention heads; divides `width`.
+      width: of the tokens.
+      num_heads: divides `width`.
       settings: of the block; each of its fields, and of those of its attention, can be given as a
         keyword instead: mlp_ratio: hidden width of the MLP over `width`. score, score_options,
         scale, temperature, identity, key_block: see `MultiHeadAttention`. qkv_linear, proj_linear,
@@ -93,9 +89,7 @@ class Block(nnx.Module):
       param_dtype: dtype of the parameters.
       rngs: initialisation keys.
 
-    >>> block = Block(
-    ...     32, 4, score="adder", qkv_linear="adder", mlp_linear="adder", rngs=nnx.Rngs(0)
-    ... )
+    >>> block = Block(32, 4, score="adder", mlp_linear="adder", rngs=nnx.Rngs(0))
     >>> block(jnp.ones((2, 10, 32))).shape
     (2, 10, 32)
     """
@@ -159,8 +153,7 @@ class Block(nnx.Module):
             length).
           deterministic: no dropout, no stochastic depth.
           rngs: with a stream `dropout`, where there is any of them.
-          drop_path_factors: stochastic depth of both branches where it was drawn before, see
-            `adder_flax.layers.drop_path_factors`.
+          drop_path_factors: of both branches where drawn before, see `layers.drop_path_factors`.
         """
         random: dict[str, Any] = dict(deterministic=deterministic, rngs=rngs)
         factors = (None, None) if drop_path_factors is None else drop_path_factors
@@ -173,14 +166,12 @@ class Block(nnx.Module):
         scaled = self.layer_scale2(transformed)
         output = between + self.drop_path(scaled, factors=factors[1], **random)
         output = output if pre else self.norm2(output)
-        _report(tokens, looked_at, output)
+        arrays = {"tokens": tokens, "normalized": looked_at, "output": output}
+        recorder.report("block", arrays, branches=_BRANCHES)
         return output
 
 
-def _report(tokens: Array, normalized: Array, output: Array) -> None:
-    arrays = {"tokens": tokens, "normalized": normalized, "output": output}
-    branches = (
-        ("attention", ("norm1", "attention", "layer_scale1")),
-        ("mlp", ("norm2", "mlp", "layer_scale2")),
-    )
-    recorder.report("block", arrays, branches=branches)
+_BRANCHES = (
+    ("attention", ("norm1", "attention", "layer_scale1")),
+    ("mlp", ("norm2", "mlp", "layer_scale2")),
+)

@@ -57,9 +57,7 @@ class Convolution(nnx.Module):
     Args:
       channels, out_channels: of the image before and after.
       stride: 2 halves the image.
-      linear: what makes the layer, `Linear` or `AdderLinear` with its options bound.
-      dtype, param_dtype: see `Linear`.
-      rngs: initialisation keys.
+      linear: what makes the layer, see `linear_class`.
 
     >>> Convolution(3, 16, rngs=nnx.Rngs(0))(jnp.ones((2, 8, 8, 3))).shape
     (2, 4, 4, 16)
@@ -90,15 +88,6 @@ class Convolution(nnx.Module):
     ) -> Float[Array, "batch rows columns out_channels"]:
         outputs = self.linear(neighbourhoods(images, self.stride))
         return gelu(outputs if self.norm is None else self.norm(outputs))
-
-
-def _strides_of(stem_channels: Sequence[int], stem_strides: Sequence[int]) -> Sequence[int]:
-    if stem_strides and len(stem_strides) != len(stem_channels):
-        raise ValueError(
-            f"expected a stride for each of {len(stem_channels)} convolutions, or none, got "
-            f"{len(stem_strides)}; change stem_strides or stem_channels."
-        )
-    return stem_strides or (2,) * len(stem_channels)
 
 
 def image_to_patches(
@@ -140,13 +129,10 @@ class PatchEmbed(nnx.Module):
       width: of the tokens.
       stem_channels: of the convolutions' outputs, see `Convolution`.
       stem_strides: of the convolutions, 2 each unless given.
-      stem_linear: what makes their layers, `Linear` or `AdderLinear` with its options bound.
-      dtype, param_dtype: see `Linear`.
-      rngs: initialisation keys.
+      stem_linear: what makes their layers, see `linear_class`.
 
-    Without a stem `proj.kernel` is (patch_size · patch_size · channels, width) with features
-    ordered (row, column, channel), so a convolution kernel in Flax's layout (patch_size,
-    patch_size, channels, width) is this one reshaped.
+    Without a stem `proj.kernel` reshaped to (patch_size, patch_size, channels, width) is a
+    convolution's kernel in Flax's layout.
 
     >>> PatchEmbed(4, 3, 16, rngs=nnx.Rngs(0))(jnp.ones((2, 8, 8, 3))).shape
     (2, 4, 16)
@@ -168,8 +154,18 @@ class PatchEmbed(nnx.Module):
         rngs: nnx.Rngs,
     ):
         shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        strides = _strides_of(stem_channels, stem_strides)
-        self.patch_size = _side_behind_stem(patch_size, strides)
+        if stem_strides and len(stem_strides) != len(stem_channels):
+            raise ValueError(
+                f"expected a stride for each of {len(stem_channels)} convolutions, or none, got "
+                f"{len(stem_strides)}; change stem_strides or stem_channels."
+            )
+        strides = stem_strides or (2,) * len(stem_channels)
+        self.patch_size, rest = divmod(patch_size, math.prod(strides))
+        if rest:
+            raise ValueError(
+                f"expected a patch_size that strides {', '.join(map(str, strides))} divide, got "
+                f"{patch_size}; change it or the stem."
+            )
         before = (channels, *stem_channels)
         self.stem = nnx.List(
             Convolution(*sizes, linear=stem_linear, **shared)
@@ -183,13 +179,3 @@ class PatchEmbed(nnx.Module):
         for convolution in self.stem:
             images = convolution(images)
         return self.proj(image_to_patches(images, self.patch_size))
-
-
-def _side_behind_stem(patch_size: int, stem_strides: Sequence[int]) -> int:
-    side, rest = divmod(patch_size, math.prod(stem_strides))
-    if rest:
-        raise ValueError(
-            f"expected a patch_size that strides {', '.join(map(str, stem_strides))} divide, got "
-            f"{patch_size}; change it or the stem."
-        )
-    return side

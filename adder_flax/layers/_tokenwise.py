@@ -19,10 +19,7 @@ Rate = float | Float[Array, ""]
 
 
 class LayerNorm(nnx.LayerNorm):
-    """Flax's LayerNorm, by `ops.layer_norm` where it is over the last axis.
-
-    Parameters, arguments and dtypes are Flax's; so is what computes over other axes, over devices
-    that split features, and under a mask.
+    """Flax's LayerNorm, by `ops.layer_norm` where it is over the last axis, without a mask.
 
     >>> LayerNorm(8, rngs=nnx.Rngs(0))(jnp.ones((2, 5, 8))).shape
     (2, 5, 8)
@@ -77,14 +74,13 @@ class LayerScale(nnx.Module):
     Source: Touvron et al., 2021, https://arxiv.org/abs/2103.17239, section 2.
 
     Behind attention and MLP of each block, with s small at first, deep transformers train as if
-    they were shallow; DeiT III has it in all its sizes. Weight decay stays off s, as in DeiT III's
-    code.
+    they were shallow. Weight decay stays off s, as in DeiT III's code.
 
     Args:
       width: number of features.
       initial: of s; None for no factor and no parameter.
-      dtype: dtype of the product; None for the inputs' and s's common one.
-      param_dtype: dtype of s.
+      dtype: of the product; None for the common one.
+      param_dtype: of s.
 
     >>> LayerScale(3, 0.5)(jnp.ones((2, 3))).tolist()
     [[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]
@@ -104,21 +100,11 @@ class LayerScale(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, inputs: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
-        return inputs if self.scale is None else scale_features(inputs, self.scale[...], self.dtype)
-
-
-def scale_features(
-    inputs: Float[Array, "*batch width"],
-    scale: Float[Array | np.ndarray, " width"],
-    dtype: DTypeLike | None = None,
-) -> Float[Array, "*batch width"]:
-    """Multiplies features in a dtype, by default the common one of both.
-
-    >>> scale_features(jnp.ones((2, 2), jnp.bfloat16), jnp.array([1.0, 2.0]), jnp.bfloat16).dtype
-    dtype(bfloat16)
-    """
-    dtype = jnp.result_type(inputs, scale) if dtype is None else dtype
-    return inputs.astype(dtype) * scale.astype(dtype)
+        if self.scale is None:
+            return inputs
+        scale = self.scale[...]
+        dtype = jnp.result_type(inputs, scale) if self.dtype is None else self.dtype
+        return inputs.astype(dtype) * scale.astype(dtype)
 
 
 kfac.register_layer(LayerScale, kind=kfac.Scale)
@@ -127,8 +113,7 @@ kfac.register_layer(LayerScale, kind=kfac.Scale)
 def gelu(inputs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """The exact GELU, x Φ(x) = x (1 + erf(x/√2)) / 2, computed in float32 or wider.
 
-    `jax.nn.gelu(approximate=False)` goes through erfc, which keeps relative precision far in the
-    negative tail and takes more than twice as long on a CPU.
+    `jax.nn.gelu(approximate=False)`, by erfc, takes more than twice as long on a CPU.
 
     >>> [f"{y:.4f}" for y in gelu(jnp.array([-1.0, 0.0, 1.0]))]
     ['-0.1587', '0.0000', '0.8413']
@@ -138,9 +123,7 @@ def gelu(inputs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 class _Random(nnx.Module):
-    """A module with a rate."""
-
-    _name = "a rate"
+    _name: str  # of the rate
 
     def __init__(self, rate: float = 0.0):
         if not 0.0 <= rate < 1.0:
@@ -155,9 +138,8 @@ class _Random(nnx.Module):
 class Dropout(_Random):
     """Sets numbers to 0 at random and scales the others by 1/(1 - rate).
 
-    Source: Srivastava et al., JMLR 2014.
-
-    Like ``flax.nnx.Dropout``, whose rate is a constant of the program.
+    Source: Srivastava et al., JMLR 2014. Like ``flax.nnx.Dropout``, whose rate is a constant of the
+    program.
 
     Args:
       rate: probability of 0, in [0, 1).
@@ -192,16 +174,14 @@ def drop_path_factors(
 
     Args:
       key: random key.
-      rates: probabilities of dropping, broadcastable to `shape`.
-      shape: for example (depth, 2, batch).
-      dtype: dtype of the factors.
+      rates: probabilities of dropping, broadcastable to `shape`, such as (depth, 2, batch).
+      shape, dtype: of the factors.
 
     >>> factors = drop_path_factors(jax.random.key(0), 0.25, (1000,))
     >>> sorted(set(factors.tolist()))
     [0.0, 1.3333333730697632]
     """
-    # In float32 whatever the factors are: rounded to bfloat16, `keep` would shift the share that is
-    # dropped.
+    # In float32: rounded to bfloat16, `keep` would shift the share that is dropped.
     keep = 1.0 - jnp.asarray(rates, jnp.float32)
     return jnp.where(jax.random.bernoulli(key, keep, shape), 1.0 / keep, 0.0).astype(dtype)
 

@@ -5,24 +5,13 @@ LayerNorm, multi-head attention. What is made of these, a `Block` or a `VisionTr
 NNX module inside, whose parameters Linen declares, draws and checks. `from_nnx` and `to_nnx` move
 parameters between the two.
 
-`flax.nnx.bridge.ToLinen` (Flax 0.12.8) builds its module anew in every `apply`, so that each call
-draws all parameters at random before it replaces them (a traced call of a transformer of two blocks
-has 595 operations, 7 of them random draws, for 226 and none), and what is missing silently stays
-random. `_bridge.py` has neither fault. Of what is inside, `capture_intermediates` sees the output
-alone: `adder_flax.recorder.record` and `adder_flax.attention.capture_attention` see all.
+Of what is inside, `capture_intermediates` sees the output alone: `adder_flax.recorder.record` and
+`adder_flax.attention.capture_attention` see all.
 """
 
 from adder_flax.linen._attention import MultiHeadAttention
 from adder_flax.linen._bridge import from_nnx, to_nnx
-from adder_flax.linen._layers import (
-    AdderLinear,
-    DropPath,
-    LayerNorm,
-    LayerScale,
-    Linear,
-    NormedLinear,
-    linear_class,
-)
+from adder_flax.linen._layers import AdderLinear, LayerNorm, Linear, NormedLinear
 from adder_flax.linen._whole import (
     AdditiveAttention,
     BilinearAttention,
@@ -37,9 +26,7 @@ __all__ = [
     "AdditiveAttention",
     "BilinearAttention",
     "Block",
-    "DropPath",
     "LayerNorm",
-    "LayerScale",
     "Linear",
     "NormedLinear",
     "Mlp",
@@ -47,6 +34,5 @@ __all__ = [
     "PatchEmbed",
     "VisionTransformer",
     "from_nnx",
-    "linear_class",
     "to_nnx",
 ]

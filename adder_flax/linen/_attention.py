@@ -18,8 +18,8 @@ from adder_flax.settings import AttentionSettings
 class MultiHeadAttention(TakesKeywords):
     """Linen form of `adder_flax.attention.MultiHeadAttention`; arguments and parameters as there.
 
-    The widths of the inputs are seen at the first call, as usual in Linen. `qkv_linear` and
-    `out_linear` are called as `linear(features, use_bias=…, dtype=…, param_dtype=…, name=…)`.
+    `qkv_linear` and `out_linear` are called as `linear(features, use_bias=…, dtype=…,
+    param_dtype=…, name=…)`.
 
     >>> import jax
     >>> attention = MultiHeadAttention(4, score="adder")
@@ -84,12 +84,9 @@ class MultiHeadAttention(TakesKeywords):
     def _linear(
         self, linear: Callable[..., nn.Module], inputs: Array, features: int, name: str
     ) -> Array:
-        # On flattened rows: XLA's CPU backend trains a dense layer two to three times faster on
-        # them.
-        shared: dict[str, Any] = dict(
-            use_bias=self.use_bias, dtype=self.dtype, param_dtype=self.param_dtype
-        )
-        layer = linear(features, **shared, name=name)
+        shared: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype, name=name)
+        layer = linear(features, use_bias=self.use_bias, **shared)
+        # On flattened rows, as in the NNX module.
         return layer(inputs.reshape(-1, inputs.shape[-1])).reshape(*inputs.shape[:-1], features)
 
     def _heads(self, inputs_q: Array, inputs_k: Array, inputs_v: Array) -> list[Array]:
@@ -113,8 +110,7 @@ class MultiHeadAttention(TakesKeywords):
         specs = get_score(settings.score).learned_parameters(*sizes, settings.score_options)
         if not specs:
             return {}
-        # A scope of its own, as in the NNX module; a submodule could not be named like the field
-        # `score`.
+        # As in the NNX module; a submodule could not be named like the field `score`.
         scope = self.scope.push("score")  # pyright: ignore[reportOptionalMemberAccess] - bound here
         return {
             name: scope.param(name, spec.init, spec.shape, self.param_dtype)

@@ -3,7 +3,6 @@
 These are the same but for keys of lists, which Linen writes as text.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +25,8 @@ def call_nnx(
     """Calls an NNX module whose parameters are those of a Linen module.
 
     They are drawn by `init` alone. A call looks each up, and what is missing, or of another shape,
-    is Linen's error: `flax.nnx.bridge.ToLinen` (Flax 0.12.8) draws all anew and takes what fits.
+    is Linen's error: `flax.nnx.bridge.ToLinen` (Flax 0.12.8) draws all anew in every call, and what
+    is missing silently stays random.
 
     Args:
       module: whose method calls this, a compact one.
@@ -60,15 +60,6 @@ def _declared(scope: Scope, values: Mapping[Any, Any]) -> dict[Any, Any]:
         return scope.param(str(name), initial)
 
     return {name: declare(name, value) for name, value in values.items()}
-
-
-def fields_of(module: nn.Module) -> dict[str, Any]:
-    """The fields that a class of Linen modules declares, and their values."""
-    return {
-        field.name: getattr(module, field.name)
-        for field in dataclasses.fields(module)
-        if field.name not in ("parent", "name")
-    }
 
 
 def from_nnx(params: Mapping[Any, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Linen: linear layers and what stands beside them, with the parameters of `adder_flax.layers`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -12,16 +12,7 @@ from jaxtyping import Array, Float
 import kfac
 from adder_flax import layers, ops
 from adder_flax.attention import LAYER_NORM_EPSILON
-from adder_flax.layers import (
-    adder_curvature,
-    adder_rules,
-    drop_path_factors,
-    is_over_last_axis,
-    normalized,
-    report_adder,
-    scale_features,
-)
-from adder_flax.settings import AdderSettings, keywords_of
+from adder_flax.settings import keywords_of
 
 
 class TakesKeywords(nn.Module):
@@ -54,7 +45,7 @@ class LayerNorm(nn.LayerNorm):
     def __call__(
         self, x: Float[Array, "*batch features"], *, mask: Array | None = None
     ) -> Float[Array, "*batch features"]:
-        if mask is not None or not is_over_last_axis(self):
+        if mask is not None or not layers.is_over_last_axis(self):
             return super().__call__(x, mask=mask)
 
         def parameter(name, initializer):
@@ -65,7 +56,8 @@ class LayerNorm(nn.LayerNorm):
         # Rounded behind the statistics, as Linen does; NNX does it in front of them.
         dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        rows = normalized(x, scale, bias, self.epsilon, fast_variance=self.use_fast_variance)
+        fast = self.use_fast_variance
+        rows = layers.normalized(x, scale, bias, self.epsilon, fast_variance=fast)
         return rows.astype(dtype)
 
 
@@ -89,10 +81,18 @@ class Linear(nn.Dense):
         return outputs.reshape(*inputs.shape[:-1], self.features)
 
 
+def _norm_of_sums(layer: "NormedLinear | AdderLinear", name: str | None = None) -> LayerNorm:
+    return LayerNorm(
+        epsilon=LAYER_NORM_EPSILON,
+        use_bias=layer.use_bias,
+        use_fast_variance=False,
+        param_dtype=layer.param_dtype,
+        name=name,
+    )
+
+
 class NormedLinear(nn.Module):
     """Linen form of `adder_flax.layers.NormedLinear`: y = LayerNorm(x W), W from N(0, 1).
-
-    Products and LayerNorm's parameters are named as in an adder layer: `kernel` and `norm`.
 
     >>> import jax
     >>> NormedLinear(4).init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
@@ -113,12 +113,7 @@ class NormedLinear(nn.Module):
             param_dtype=self.param_dtype,
         )
         nn.share_scope(self, self.products)
-        self.norm = LayerNorm(
-            epsilon=LAYER_NORM_EPSILON,
-            use_bias=self.use_bias,
-            use_fast_variance=False,
-            param_dtype=self.param_dtype,
-        )
+        self.norm = _norm_of_sums(self)
 
     def __call__(
         self, inputs: Float[Array, "*batch in_features"]
@@ -131,10 +126,7 @@ class AdderLinear(nn.Module):
     """Linen form of `adder_flax.layers.AdderLinear`: y[o] = -Σ_k |x[k] - W[k, o]|, LayerNorm over
     o.
 
-    Attributes:
-      features: number of outputs.
-      x_gradient, w_gradient, hardtanh_slope, norm, use_bias, dtype, param_dtype, initial_scale,
-        bits: as there.
+    Its fields are as there.
 
     >>> import jax
     >>> AdderLinear(4).init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
@@ -169,16 +161,9 @@ class AdderLinear(nn.Module):
         dtype = jnp.result_type(inputs, kernel) if self.dtype is None else self.dtype
         rows = inputs.reshape(-1, inputs.shape[-1])
         outputs = self.sums(rows, kernel, dtype)
-        report_adder(rows, kernel, outputs, **adder_rules(self))
+        layers.report_adder(rows, kernel, outputs, **layers.adder_rules(self))
         if self.norm is not None:
-            norm = LayerNorm(
-                epsilon=LAYER_NORM_EPSILON,
-                use_bias=self.use_bias,
-                use_fast_variance=False,
-                param_dtype=self.param_dtype,
-                name="norm",
-            )
-            outputs = norm(outputs).astype(dtype)
+            outputs = _norm_of_sums(self, name="norm")(outputs).astype(dtype)
         elif self.use_bias:
             outputs = outputs + self.param(
                 "bias", nn.initializers.zeros, (self.features,), self.param_dtype
@@ -195,75 +180,7 @@ class AdderLinear(nn.Module):
         compared = rows.astype(dtype), kernel.astype(dtype)
         if self.bits:
             compared = ops.round_alike(*compared, bits=self.bits)
-        return ops.adder_matmul(*compared, **adder_rules(self))
+        return ops.adder_matmul(*compared, **layers.adder_rules(self))
 
 
-kfac.register_layer(AdderLinear, "sums", adder_curvature)
-
-
-class Identity(nn.Module):
-    """Linen form of `adder_flax.layers.Identity`: no layer, in the place of one.
-
-    >>> Identity(8).apply({}, jnp.ones((2, 5, 8))).shape
-    (2, 5, 8)
-    """
-
-    features: int
-    use_bias: bool = False
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.float32
-
-    def __call__(self, inputs: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
-        return layers.Identity(inputs.shape[-1], self.features, dtype=self.dtype)(inputs)
-
-
-def linear_class(
-    kind: str | tuple[str, ...], adder_options: AdderSettings | Mapping[str, Any] | None = None
-) -> Callable[..., nn.Module]:
-    """Linen form of `adder_flax.layers.linear_class`: what makes a layer of a kind."""
-    kinds = dict(dense=Linear, normed_dense=NormedLinear, adder=AdderLinear, identity=Identity)
-    return layers.linear_class(kind, adder_options, kinds=kinds)
-
-
-class LayerScale(nn.Module):
-    """Linen form of `adder_flax.layers.LayerScale`: y = x ∘ s, or x where there is no first value.
-
-    >>> import jax
-    >>> LayerScale(0.5).init_with_output(jax.random.key(0), jnp.ones((1, 2)))[0].tolist()
-    [[0.5, 0.5]]
-    """
-
-    initial: float | None = 1e-4
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.float32
-
-    @nn.compact
-    def __call__(self, inputs: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
-        if self.initial is None:
-            return inputs
-        initial = nn.initializers.constant(self.initial)
-        return scale_features(
-            inputs, self.param("scale", initial, inputs.shape[-1:], self.param_dtype), self.dtype
-        )
-
-
-kfac.register_layer(LayerScale, kind=kfac.Scale)
-
-
-class DropPath(nn.Module):
-    """Linen form of `adder_flax.layers.DropPath`: stochastic depth, from the `dropout` stream.
-
-    >>> DropPath(0.1).apply({}, jnp.ones((2, 3))).tolist()  # deterministic by default
-    [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
-    """
-
-    rate: float = 0.0
-
-    @nn.compact
-    def __call__(
-        self, inputs: Float[Array, "batch ..."], *, deterministic: bool = True
-    ) -> Float[Array, "batch ..."]:
-        if deterministic or self.rate == 0.0:
-            return inputs
-        shape = (len(inputs),) + (1,) * (inputs.ndim - 1)
-        return inputs * drop_path_factors(self.make_rng("dropout"), self.rate, shape, inputs.dtype)
+kfac.register_layer(AdderLinear, "sums", layers.adder_curvature)

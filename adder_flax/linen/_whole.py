@@ -1,5 +1,6 @@
 """Linen: what is made of layers, which is its NNX form inside."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -10,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from adder_flax import attention, layers, models
-from adder_flax.linen._bridge import call_nnx, fields_of
+from adder_flax.linen._bridge import call_nnx
 from adder_flax.linen._layers import TakesKeywords
 from adder_flax.settings import AttentionSettings, BlockSettings, VitSettings
 
@@ -29,7 +30,8 @@ class Inside(nn.Module):
     @nn.compact
     def __call__(self, *inputs: Array, deterministic: bool = True, **options: Any) -> Any:
         """Calls it, with the arguments of the NNX module; what is random draws from `dropout`."""
-        given = {name: value for name, value in fields_of(self).items() if value is not None}
+        names = [f.name for f in dataclasses.fields(self) if f.name not in ("parent", "name")]
+        given = {name: x for name in names if (x := getattr(self, name)) is not None}
         build = lambda rngs: self.of(**self.sizes(*inputs) | given, rngs=rngs)
         return call_nnx(self, build, *inputs, deterministic=deterministic, **options)
 
@@ -129,8 +131,6 @@ class Block(TakesKeywords, Inside):
 
 class VisionTransformer(TakesKeywords, Inside):
     """Linen form of `adder_flax.models.VisionTransformer`; arguments and parameters as there.
-
-    There are positions for images of `image_size`, or of the size that is seen.
 
     >>> import jax
     >>> sizes = dict(patch_size=2, num_classes=10, width=16, depth=2, num_heads=2)

@@ -6,7 +6,7 @@ from adder_flax.models._autoencoder import (
     build_autoencoder,
 )
 from adder_flax.models._cnn import ConvNet, ConvNetSettings, build_conv_net
-from adder_flax.models._decode import beam_search, greedy_decode
+from adder_flax.models._decode import beam_search
 from adder_flax.models._positions import Grid, resize_grid
 from adder_flax.models._registry import MODELS, Builder, Example, register_model
 from adder_flax.models._seq2seq import Memory, Seq2Seq, Seq2SeqSettings, build_seq2seq
@@ -41,7 +41,6 @@ __all__ = [
     "deit_small",
     "deit_tiny",
     "embed_positions",
-    "greedy_decode",
     "register_model",
     "resize_grid",
 ]

@@ -54,11 +54,9 @@ class Autoencoder(nnx.Module):
     weights N(0, 1/fan-in).
 
     Args:
-      widths: of the encoder's layers, the code last; the decoder has them in reverse.
+      widths, linear, adder_options: see `AutoencoderSettings` and `adder_flax.layers.AdderLinear`.
       image_shape: height, width and channels.
-      linear: kind of all layers but the last, "dense" or "adder".
-      adder_options: of adder layers, see `adder_flax.layers.AdderLinear`.
-      dtype: dtype of the computation; logits are float32 or wider.
+      dtype: of the computation; logits are float32 or wider.
 
     >>> model = Autoencoder((48, 24, 8), image_shape=(8, 8, 1), rngs=nnx.Rngs(0))
     >>> model.encode(jnp.ones((2, 8, 8, 1))).shape, model(jnp.ones((2, 8, 8, 1))).shape
@@ -116,7 +114,6 @@ class Autoencoder(nnx.Module):
 def _in_turn(
     layers: Sequence[Any], features: Float[Array, "batch features"]
 ) -> Float[Array, "batch new_features"]:
-    """Layers one after the other, with tanh between them."""
     first, *others = layers
     features = first(features)
     for layer in others:

@@ -39,13 +39,12 @@ class ConvNet(nnx.Module):
     head.
 
     He et al., "Identity mappings in deep residual networks", 2016 (norms in front), with GroupNorm
-    (Wu and He, 2018) in place of BatchNorm, so that nothing is kept between batches and an image's
-    logits depend on it alone.
+    (Wu and He, 2018) in place of BatchNorm: an image's logits depend on it alone.
 
     Args:
       channels: of each stage; every stage but the first halves the image.
       blocks: residual blocks of each stage.
-      dtype: dtype of the computation; logits are float32 or wider.
+      dtype: of the computation; logits are float32 or wider.
 
     >>> net = ConvNet((8, 16), in_channels=1, num_classes=10, rngs=nnx.Rngs(0))
     >>> net(jnp.ones((2, 8, 8, 1))).shape
@@ -102,8 +101,8 @@ class _Residual(nnx.Module):
         self.conv2 = nnx.Conv(width, width, (3, 3), use_bias=False, **shared)
         self.shortcut = nnx.data(None)
         if stride > 1 or before != width:
-            options: dict[str, Any] = dict(strides=stride, use_bias=False, **shared)
-            self.shortcut = nnx.Conv(before, width, (1, 1), **options)
+            shared |= dict(strides=stride, use_bias=False)
+            self.shortcut = nnx.Conv(before, width, (1, 1), **shared)
 
     def __call__(self, features: Float[Array, "batch height width channels"]) -> Array:
         active = jax.nn.relu(self.norm1(features))

@@ -1,6 +1,4 @@
-"""Writing a sequence, greedily or along several beams, with any model that predicts the next
-symbol.
-"""
+"""Writing a sequence along several beams, with any model that predicts the next symbol."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,34 +10,6 @@ from jaxtyping import Array, Float, Int
 # (state, symbols before) → (next state, logits of the next symbol); every leaf of the state begins
 # with the batch.
 Step = Callable[[Any, Int[Array, " batch"]], tuple[Any, Float[Array, "batch symbols"]]]
-
-
-def greedy_decode(
-    step: Step, state: Any, batch_size: int, *, end_symbol: int, max_length: int
-) -> Int[Array, "batch {max_length}"]:
-    """Takes the likeliest next symbol each time; behind the end, `end_symbol` alone follows.
-
-    Args:
-      step: one step of the model.
-      state: before the first symbol.
-      batch_size: rows of the state.
-      end_symbol: ends a sequence, and stands before its first symbol.
-      max_length: where a sequence that does not end is cut.
-
-    >>> next_of = jnp.array([[0.0, 9.0, 0.0], [0.0, 9.0, 0.0], [0.0, 0.0, 9.0]])
-    >>> greedy_decode(lambda s, y: (s, next_of[y]), None, 1, end_symbol=1, max_length=3).tolist()
-    [[1, 1, 1]]
-    """
-
-    def write(carry, _):
-        state, last, done = carry
-        state, logits = step(state, last)
-        symbol = jnp.where(done, end_symbol, logits.argmax(-1)).astype(jnp.int32)
-        return (state, symbol, done | (symbol == end_symbol)), symbol
-
-    start = (state, jnp.full(batch_size, end_symbol, jnp.int32), jnp.zeros(batch_size, bool))
-    _, symbols = jax.lax.scan(write, start, None, length=max_length)
-    return symbols.T
 
 
 class _Beams(NamedTuple):
@@ -55,8 +25,11 @@ def beam_search(
     """Keeps the `num_beams` likeliest beginnings at every step, finished ones with their chances.
 
     Args:
-      step, state, batch_size, end_symbol, max_length: as in `greedy_decode`.
-      num_beams: how many are kept; with 1 it is `greedy_decode`.
+      step: one step of the model.
+      state: before the first symbol, of `batch_size` rows.
+      end_symbol: ends a sequence, and stands before its first symbol.
+      max_length: where a sequence that does not end is cut.
+      num_beams: how many are kept; with 1 each symbol is the likeliest next one.
 
     Returns:
       The sequences, likeliest first, filled up with `end_symbol`, and their log-probabilities (of

@@ -22,7 +22,7 @@ def block_settings(settings: VitSettings) -> list[BlockSettings]:
     shared = {name: getattr(settings, name) for name in names}
     own = {name: _per_block(shared[name], depth, name) for name in _BY_BLOCK}
     own["drop_path_rate"] = drop_path_rates(settings.drop_path_rate, depth)
-    rows = ({name: values[block] for name, values in own.items()} for block in range(depth))
+    rows = (dict(zip(own, row, strict=True)) for row in zip(*own.values(), strict=True))
     return [BlockSettings(**shared | row) for row in rows]
 
 
@@ -44,29 +44,21 @@ def are_alike(blocks: Sequence[BlockSettings]) -> bool:
 
 
 class Annealing(NamedTuple):
-    """When the adder layers of each block go from the squared distance to L1.
-
-    Attributes:
-      depth: number of blocks.
-      start, end: shares of the training between which they do; with an end of 0 they have L1
-        distances all along.
-      blocks: "together", or "in_turn", one after the other.
+    """When the adder layers of each of `depth` blocks go from the squared distance to L1: between
+    the shares `start` and `end` of the training; with an end of 0 they have L1 distances all along.
     """
 
     depth: int
     start: float
     end: float
-    blocks: str
+    blocks: str  # "together", or "in_turn", one after the other
 
     def squared_shares(self, progress: Any) -> list[Any]:
         """Share of the squared distance in each block at this progress, which may be traced.
 
         >>> annealing = Annealing(depth=2, start=0.5, end=1.0, blocks="in_turn")
-        >>> [
-        ...     [float(share) for share in annealing.squared_shares(progress)]
-        ...     for progress in (0.0, 0.625, 0.75, 0.875)
-        ... ]
-        [[1.0, 1.0], [0.5, 1.0], [0.0, 1.0], [0.0, 0.5]]
+        >>> [annealing.squared_shares(progress) for progress in (0.0, 0.625, 0.875)]
+        [[1.0, 1.0], [0.5, 1.0], [0.0, 0.5]]
         """
         turns, turn = self._turns()
         ends = [self.start + turn * (min(block, turns - 1) + 1) for block in range(self.depth)]
@@ -121,19 +113,4 @@ def check_pooling(settings: VitSettings) -> None:
         raise ValueError(
             "expected a norm in front of both heads with a distillation token, got fc_norm=True; "
             "leave out fc_norm or distilled."
-        )
-
-
-def prefix_tokens(settings: VitSettings) -> int:
-    """Number of tokens in front of the patches: class token, distillation token, registers."""
-    return (settings.pooling == "cls") + settings.distilled + settings.registers
-
-
-def check_alike(blocks: Sequence[BlockSettings]) -> None:
-    """Raises ValueError where blocks differ, which a loop over them cannot express."""
-    if not are_alike(blocks):
-        given = [(block.score, block.score_options, block.mlp_linear) for block in blocks]
-        raise ValueError(
-            f"scan_blocks expects blocks that are alike, got scores, options and layers {given}; "
-            "give all blocks one score and one kind of layers, or pass scan_blocks=False."
         )

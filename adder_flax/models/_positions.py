@@ -30,7 +30,7 @@ def resize_grid(
 
     Args:
       embedding: of the patches alone, an array of NumPy (then in float64) or of JAX.
-      old, new: rows and columns of patches, of the embedding and of the result.
+      old, new: rows and columns of patches, before and after.
       like: one of `RESIZED_LIKE`.
 
     >>> resize_grid(np.ones((1, 16, 2)), (2, 8), (4, 1))[0, :, 0].round(6).tolist()

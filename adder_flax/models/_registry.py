@@ -28,12 +28,8 @@ class Builder(Protocol):
     """Makes a model."""
 
     def __call__(self, settings: Any, example: Example, *, rngs: nnx.Rngs) -> nnx.Module:
-        """Makes a model.
-
-        Args:
-          settings: ``config.model``, read.
-          example: what the model is built for, see ``adder_flax.tasks.Task.example``.
-          rngs: initialisation keys.
+        """Makes a model of ``config.model``, read, for an example (see
+        ``adder_flax.tasks.Task.example``).
 
         Returns:
           A module that is called as ``model(*inputs)`` to evaluate, and as ``model(*inputs,
@@ -55,23 +51,20 @@ MODELS: Registry[Builder] = Registry("model", "adder_flax.models.register_model"
 def register_model(name: str, settings: type) -> Callable[[Builder], Builder]:
     """Makes ``config.model.name = <name>`` stand for the model that the decorated function builds.
 
-    Args:
-      name: the name to find it by.
-      settings: a frozen dataclass whose fields are declared with ``adder_flax.settings.setting``:
-        those of ``config.model``, ``name`` among them.
+    ``settings`` is a frozen dataclass whose fields are declared with
+    ``adder_flax.settings.setting``: those of ``config.model``, ``name`` among them.
 
-    Example:
-      >>> import dataclasses
-      >>> from adder_flax.settings import setting
-      >>> @dataclasses.dataclass(frozen=True)
-      ... class LinearSettings:
-      ...     name: str = setting("linear", "the model")
-      >>> with MODELS.temporary(), MODEL_SETTINGS.temporary():
-      ...
-      ...     @register_model("linear", LinearSettings)
-      ...     def build(settings, example, *, rngs):
-      ...         width = example.inputs[0].shape[-1]
-      ...         return nnx.Linear(width, example.sizes["classes"], rngs=rngs)
+    >>> import dataclasses
+    >>> from adder_flax.settings import setting
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class LinearSettings:
+    ...     name: str = setting("linear", "the model")
+    >>> with MODELS.temporary(), MODEL_SETTINGS.temporary():
+    ...
+    ...     @register_model("linear", LinearSettings)
+    ...     def build(settings, example, *, rngs):
+    ...         width = example.inputs[0].shape[-1]
+    ...         return nnx.Linear(width, example.sizes["classes"], rngs=rngs)
     """
 
     def register(build: Builder) -> Builder:

@@ -174,8 +174,7 @@ def _run(
 
     def step(state, now):
         x, present = now
-        new, _ = cell(state, x)
-        state = jnp.where(present[:, None], new, state)
+        state = jnp.where(present[:, None], cell(state, x)[0], state)
         return state, state
 
     _, states = jax.lax.scan(step, state, (inputs.swapaxes(0, 1), mask.T))
@@ -198,6 +197,5 @@ def build_seq2seq(settings: Seq2SeqSettings, example: Example, *, rngs: nnx.Rngs
             f"{attention.identity}; set --config.model.*"
         )
     check_score_options(attention)
-    given: dict[str, Any] = dict(settings=settings, dtype=jnp.dtype(settings.dtype), rngs=rngs)
     symbols = {name: example.sizes[name] for name in ("source_symbols", "target_symbols")}
-    return Seq2Seq(**given | symbols)
+    return Seq2Seq(**symbols, settings=settings, dtype=jnp.dtype(settings.dtype), rngs=rngs)

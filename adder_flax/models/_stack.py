@@ -27,11 +27,10 @@ def apply_blocks(
     """Applies the blocks in turn; neither `remat` nor `scan` change the result, dropout included.
 
     Args:
-      blocks: the blocks, whose variables that are no parameters, such as statistics of a norm that
-        someone put there, are those after the call.
+      blocks: whose variables that are no parameters, such as statistics of a norm that someone put
+        there, are those after the call.
       tokens: their input.
-      deterministic, rngs: see `Block`; each block gets a key of its own from one draw of the
-        `dropout` stream.
+      deterministic, rngs: see `Block`; each block gets a key of its own from one draw.
       remat: recompute a block in the backward pass instead of storing its inner activations.
       scan: one trace for all blocks, looped over their stacked parameters, where they differ in
         these and in their rates of stochastic depth alone; not where someone tells them apart.
@@ -54,8 +53,7 @@ def apply_blocks(
     if scan and not recorder.told_apart() and _are_alike(blocks):
         graphdefs, states = zip(*map(_split, blocks), strict=True)
         body = functools.partial(apply, graphdefs[0])
-        # Inside a loop nothing can merge the recomputation with the forward pass: no barrier is
-        # needed.
+        # Inside a loop nothing can merge the recomputation with the forward pass.
         body = jax.checkpoint(body, prevent_cse=False) if remat else body
         stacked = jax.tree.map(
             lambda *leaves: jnp.stack(leaves), *zip(states, keys, factors, strict=True)

@@ -23,16 +23,7 @@ from adder_flax.layers import (
     adder_layers,
     linear_class,
 )
-from adder_flax.models._layout import (
-    Annealing,
-    are_alike,
-    block_settings,
-    check_alike,
-    check_pooling,
-    drop_path_rates,
-    grid_of,
-    prefix_tokens,
-)
+from adder_flax.models import _layout
 from adder_flax.models._positions import Grid, resize_grid
 from adder_flax.models._registry import Example, check_score_options, image_shape, register_model
 from adder_flax.models._stack import apply_blocks
@@ -50,20 +41,17 @@ class VisionTransformer(nnx.Module):
     Args:
       image_size: side of the square images, or (height, width), in pixels, that there are positions
         for; images of another size may be given, see `features`.
-      channels: channels of the images.
+      channels: of the images.
       num_classes: number of logits.
       settings: of the transformer, see `VitSettings`; each of its fields can be given as a keyword
         instead. Score, score_options, qkv_linear, proj_linear and mlp_linear are one for all blocks
         or a sequence with one per block. Registers are tokens that no head reads (Darcet et al.,
         2024, https://arxiv.org/abs/2309.16588). A distillation token has a head of its own; what
         the model says is the mean of both (Touvron et al., 2021, section 3).
-      dtype: dtype of the computation, for example `jnp.bfloat16`; parameters stay `param_dtype`,
-        logits are float32 or wider.
+      dtype: of the computation; parameters stay `param_dtype`, logits are float32 or wider.
       scan_blocks: compile one block and loop over the stacked parameters of all, which have to be
-        alike. The results are the same. On a CPU a training step runs 10 to 20 % slower in the
-        loop; compiling takes half the time where adder layers run on plain XLA, and is no shorter
-        elsewhere.
-      rngs: initialisation keys.
+        alike. On a CPU a training step runs 10 to 20 % slower in the loop; compiling takes half the
+        time where adder layers run on plain XLA, and is no shorter elsewhere.
 
     >>> sizes = dict(image_size=8, patch_size=2, channels=1, width=16, depth=2, num_heads=2)
     >>> model = VisionTransformer(**sizes, num_classes=10, score="adder", rngs=nnx.Rngs(0))
@@ -108,16 +96,21 @@ class VisionTransformer(nnx.Module):
         width = settings.width
         sides = (image_size, image_size) if isinstance(image_size, int) else image_size
         self.image_shape = (*sides, channels)
-        check_pooling(settings)
-        self.prefix_tokens = prefix_tokens(settings)
-        self.grid = grid_of(self.image_shape, settings.patch_size)
-        blocks = block_settings(settings)
-        if scan_blocks:
-            check_alike(blocks)
-        self.annealing = Annealing(
+        _layout.check_pooling(settings)
+        self.prefix_tokens = (settings.pooling == "cls") + settings.distilled + settings.registers
+        self.grid = _layout.grid_of(self.image_shape, settings.patch_size)
+        blocks = _layout.block_settings(settings)
+        self.annealing = _layout.Annealing(
             settings.depth, settings.anneal_start, settings.anneal_end, settings.anneal_blocks
         )
-        self.alike = are_alike(blocks)
+        self.alike = _layout.are_alike(blocks)
+        if scan_blocks and not self.alike:
+            given = [(block.score, block.score_options, block.mlp_linear) for block in blocks]
+            raise ValueError(
+                f"scan_blocks expects blocks that are alike, got scores, options and layers "
+                f"{given}; give all blocks one score and one kind of layers, or pass "
+                "scan_blocks=False."
+            )
         self.pooling = settings.pooling
         self.remat = settings.remat
         self.scan_blocks = scan_blocks
@@ -156,8 +149,7 @@ class VisionTransformer(nnx.Module):
 
         Args:
           images: float NHWC, normalised as in training; of any size, see `features`.
-          deterministic: no dropout, no stochastic depth.
-          rngs: with a stream `dropout`, where there is any of them: `nnx.Rngs(dropout=key)`.
+          deterministic: no dropout, no stochastic depth; else `rngs` has a stream `dropout`.
         """
         logits = self.heads(images, deterministic=deterministic, rngs=rngs)
         return logits[:, 0] if self.head_dist is None else logits.mean(axis=1)
@@ -198,7 +190,6 @@ class VisionTransformer(nnx.Module):
           normalised: by the last norm, where that does not stand behind the pooling.
           as_grid: the patches alone, as (batch, rows, columns, width); else all tokens, of which
             the first ``model.prefix_tokens`` are no patches.
-          deterministic, rngs: as of a call.
 
         >>> sizes = dict(image_size=8, patch_size=2, width=16, depth=4, num_heads=2)
         >>> model = VisionTransformer(**sizes, registers=2, rngs=nnx.Rngs(0))
@@ -272,7 +263,7 @@ class VisionTransformer(nnx.Module):
     def set_data(self, settings: Any) -> None:
         """Takes the rates of dropout and of stochastic depth, perhaps traced, where they are on."""
         self.dropout.set_rate(settings.dropout_rate)
-        rates = drop_path_rates(settings.drop_path_rate, len(self.blocks))
+        rates = _layout.drop_path_rates(settings.drop_path_rate, len(self.blocks))
         for block, rate in zip(self.blocks, rates, strict=True):
             block.attention.set_dropout_rate(settings.attention_dropout_rate)
             block.dropout.set_rate(settings.dropout_rate)
@@ -280,10 +271,8 @@ class VisionTransformer(nnx.Module):
             block.drop_path.set_rate(rate)
 
     def anneal(self, progress: float | Array) -> None:
-        """Gives adder layers the share of the squared distance due at this point of the training.
-
-        Where `anneal_end` is 0 they have L1 distances all along. Without a call they have, so
-        evaluation always does. The progress, a share of the steps, may be traced.
+        """Gives adder layers the share of the squared distance due at this share of the steps,
+        which may be traced. Without a call they have L1 distances, so evaluation always does.
         """
         if not self.annealing.end:
             return
@@ -297,7 +286,7 @@ class VisionTransformer(nnx.Module):
                 layer.set_squared_share(share)
 
     def stages(self) -> list[float]:
-        """Returns the shares of the training at which `anneal` changes what is computed."""
+        """Returns the shares of the steps at which `anneal` changes what is computed."""
         return self.annealing.stages()
 
     def loop_over_blocks(self) -> None:

@@ -13,10 +13,7 @@ from jax.core import Tracer
 
 class Operand(NamedTuple):
     """An array (B, ...) and the names of its axes after the batch: `i`, `j`, or `c`, the summed
-    one.
-
-    Operands with a `c` are read for each term of the sum, the others once before it; one number for
-    all has no axes.
+    one; a single number has none.
     """
 
     array: jax.Array
@@ -32,8 +29,7 @@ def axis_lengths(operands: Sequence[Operand]) -> dict[str, int]:
     }
 
 
-def accumulation_dtype(dtype):
-    """Returns the dtype of sums: float64 for float64, float32 for everything narrower."""
+def accumulation_dtype(dtype):  # of sums
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -57,14 +53,11 @@ def sum_to(array, shape):
 def as_mask(mask) -> jax.Array:
     """Returns a mask as booleans, True for what is seen.
 
-    Numbers 0 and 1 will do, floating ones if their values are known: -1e9 and 0, which are added to
-    scores elsewhere, would mean the opposite.
-
     Raises:
-      ValueError: other numbers, or floating ones under `jax.jit`.
+      ValueError: numbers other than 0 and 1, or floating ones under `jax.jit`: -1e9 and 0, which
+        are added to scores elsewhere, would mean the opposite.
 
-    >>> from adder_flax import ops
-    >>> ops.as_mask(jnp.array([1, 0])).tolist()
+    >>> as_mask(jnp.array([1, 0])).tolist()
     [True, False]
     """
     dtype = jnp.result_type(mask)
@@ -96,9 +89,6 @@ _exact = jax.make_user_context(default_value=False)
 def exact_gradients() -> contextlib.AbstractContextManager:
     """Makes every rule the derivative itself, the sign, in what is traced inside of a `with` block.
 
-    Training follows the rules that layers were given; an expansion of the loss needs its true
-    derivative.
-
     >>> from adder_flax import ops
     >>> slope = jax.grad(lambda w: ops.adder_matmul(jnp.ones((1, 1)), w).sum())
     >>> with ops.exact_gradients():
@@ -112,20 +102,12 @@ def exact_gradients() -> contextlib.AbstractContextManager:
 
 @dataclasses.dataclass(frozen=True)
 class GradientRule:
-    """The function that replaces the derivative of -|a - b| with respect to a, applied to b - a.
-
-    The exact one is sign(b - a). Adder networks train better with a smoother function of the same
-    difference (Chen et al., "AdderNet: Do We Really Need Multiplications in Deep Learning?", CVPR
-    2020).
-
-    Attributes:
-      name: `"sign"` (exact, with sign(0) = 0), `"full"` (the difference itself) or `"hardtanh"`
-        (the difference times `slope`, clipped to [-1, 1]).
-      slope: slope of `"hardtanh"` at zero; the other rules ignore it.
+    """The function that replaces the derivative of -|a - b| with respect to a, applied to b - a;
+    see `adder_matmul`.
     """
 
     name: RuleName
-    slope: float = 1.0
+    slope: float = 1.0  # of `"hardtanh"` at zero; the other rules ignore it
 
     def __post_init__(self):
         if self.name not in RULE_NAMES:
@@ -141,7 +123,6 @@ class GradientRule:
             object.__setattr__(self, "name", "sign")
 
     def __call__(self, difference: jax.Array) -> jax.Array:
-        """Applies the rule to an array of differences, elementwise."""
         if self.name == "sign":
             return jnp.sign(difference)
         if self.name == "full":

@@ -51,8 +51,8 @@ class Backend:
     `x`, `dx` and `query` are (B, M, K), `key` is (B, N, K), `v` is (B, K), `g` and what is given
     back (B, M, N); of `layer_norm` x is (B, M, C), scale and bias (B, C). `w` and `dw` are (B, K,
     N) where `axes` is `"kn"`, as weights come, and (B, N, K) where it is `"nk"`, as keys do; below
-    it is written w[n, k] for either, and a backend that needs the other order transposes in its own
-    cheapest way. A `rule` is a function of differences, with a name and a slope.
+    it is written w[n, k] for either. A `rule` is a function of differences, with a name and a
+    slope.
 
     All inputs of one call share one floating dtype; sums are accumulated, and results returned, in
     float32 (float64 for float64 inputs). Any of B, M, N, K may be zero. NaN and infinities
@@ -75,10 +75,7 @@ class Backend:
     portable: bool = False
 
     def why_unavailable(self) -> str | None:
-        """Returns why this backend cannot run here, or None if it can.
-
-        Called once; may build and load.
-        """
+        """Returns why this backend cannot run here, or None; called once, may build and load."""
         return None
 
     def supports(self, dtype: jax.typing.DTypeLike) -> bool:
@@ -121,8 +118,7 @@ class Backend:
         """Computes the gradients of sum(g * additive(query, key, v)) by query, key and v."""
         raise NotImplementedError
 
-    # What follows is made of the above, or of matrix products; a backend may have
-    # something better.
+    # What follows is made of the above, or of matrix products; a backend may have something better.
 
     def l1_pushforward_w(self, x, w, dw, rule, axes):
         """Computes sum_k dw[n, k] rule(x[m, k] - w[n, k]), `l1_pullback_w` transposed."""
@@ -174,23 +170,19 @@ class Backend:
         factor = jax.lax.rsqrt(variance + epsilon) * scale[:, None]
         return (x - mean) * factor + bias[:, None]
 
+    # These two by the formula, which can be differentiated, whatever `layer_norm` a subclass has.
+
     @left_to_compiler
-    def layer_norm_pushforward(self, x, scale, bias, dx, d_scale, d_bias, epsilon, fast_variance):
+    def layer_norm_pushforward(self, x, scale, bias, dx, d_scale, d_bias, **options):
         """Computes the derivative of `layer_norm` along these tangents."""
-        function = self._layer_norm_of(epsilon, fast_variance)
+        function = functools.partial(Backend.layer_norm, self, **options)
         return jax.jvp(function, upcast(x, scale, bias), upcast(dx, d_scale, d_bias))[1]
 
     @left_to_compiler
-    def layer_norm_pullback(self, x, scale, bias, g, epsilon, fast_variance):
+    def layer_norm_pullback(self, x, scale, bias, g, **options):
         """Computes the gradients of sum(g * layer_norm(x, scale, bias)) by x, scale and bias."""
-        function = self._layer_norm_of(epsilon, fast_variance)
+        function = functools.partial(Backend.layer_norm, self, **options)
         return jax.vjp(function, *upcast(x, scale, bias))[1](*upcast(g))
-
-    def _layer_norm_of(self, epsilon: float, fast_variance: bool) -> Callable:
-        """`layer_norm` by its formula, which can be differentiated, whatever a subclass has."""
-        return functools.partial(
-            Backend.layer_norm, self, epsilon=epsilon, fast_variance=fast_variance
-        )
 
     @left_to_compiler
     def sad(self, x, w):
@@ -208,9 +200,8 @@ def up_to_float32(self: Backend, dtype: jax.typing.DTypeLike) -> bool:
     return jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-# The backends, best first for their platform. Modules load when first asked for, so that
-# importing the package does not pay for compilers and kernel languages that it will not
-# use.
+# The backends, best first for their platform. Modules load when first asked for, so that importing
+# the package does not pay for compilers and kernel languages that it will not use.
 _BACKENDS: Registry[type[Backend]] = Registry(
     "kernel backend", f"adder_flax.ops.register_backend, or choose {AUTO!r}, the best one that runs"
 )
@@ -223,8 +214,7 @@ for _name, _place in {
 }.items():
     _BACKENDS.register_lazily(_name, f"adder_flax.ops.{_place}")
 
-# The name of the forced backend, or AUTO. A JAX user context rather than a plain global:
-# see the module's docstring.
+# The name of the forced backend, or AUTO. A JAX user context: see the module's docstring.
 _choice = jax.make_user_context(default_value=os.environ.get(ENVIRONMENT_VARIABLE) or AUTO)
 
 
@@ -237,32 +227,21 @@ def register_backend(name: str, backend: type[Backend] | str) -> None:
       backend: a subclass of `Backend`, or where it is, as `"package.module:Class"`, to import it
         when it is asked for.
 
-    >>> from adder_flax import ops
-    >>> class Shifted(ops.Backend):
+    >>> class Shifted(Backend):
     ...     name = "shifted"
-    >>> ops.register_backend("shifted", Shifted)
+    >>> register_backend("shifted", Shifted)
     """
-    if name == AUTO:
-        raise ValueError(
-            f"expected the name of a backend, got {AUTO!r}, which means the best one; choose "
-            "another name"
-        )
-    if isinstance(backend, str):
-        _BACKENDS.register_lazily(name, backend)
-    else:
-        _BACKENDS.register(name, backend)
+    add: Callable = _BACKENDS.register_lazily if isinstance(backend, str) else _BACKENDS.register
+    add(name, backend)
     _reasons.pop(name, None)
 
 
 def get_backend(name: str) -> Backend:
-    """Returns the backend of that name, whether or not it can run here.
-
-    The message where there is none names the environment variable if it says so.
-    """
+    """Returns the backend of that name, whether or not it can run here."""
     try:
         return _instance(_BACKENDS.get(name))
     except ValueError as error:
-        if name == os.environ.get(ENVIRONMENT_VARIABLE):
+        if name == os.environ.get(ENVIRONMENT_VARIABLE):  # then that is to be changed
             raise ValueError(f"{ENVIRONMENT_VARIABLE} in the environment: {error}") from None
         raise
 
@@ -272,14 +251,12 @@ def _instance(backend: type[Backend]) -> Backend:
     return backend()
 
 
-# Whoever asks for a backend while another thread builds it waits, and does not build it
-# again.
+# Whoever asks for a backend while another thread builds it waits, and does not build it again.
 _asking: dict[str, threading.Lock] = collections.defaultdict(threading.Lock)
 _reasons: dict[str, str | None] = {}
 
 
 def _why_unavailable(name: str) -> str | None:
-    """Asks a backend once whether it can run here, and logs a refusal."""
     with _asking[name]:
         if name not in _reasons:
             _reasons[name] = reason = get_backend(name).why_unavailable()
@@ -295,15 +272,13 @@ def build_in_background() -> None:
     Optional: the first function that needs them builds them, or waits for what was started here.
     Later starts find them in the cache.
 
-    >>> from adder_flax import ops
-    >>> ops.build_in_background()
+    >>> build_in_background()
     """
     if _choice.value in (AUTO, "cpu_native"):
         threading.Thread(target=_why_unavailable, args=("cpu_native",), daemon=True).start()
 
 
-def _process_platforms() -> tuple[str, ...]:
-    """Returns the JAX platforms that this process can run on, in the names that lowering uses."""
+def _process_platforms() -> tuple[str, ...]:  # in the names that lowering uses
     default = jax.default_backend()
     if default == "gpu":
         default = "rocm" if "rocm" in jax.devices()[0].client.platform_version else "cuda"
@@ -341,10 +316,7 @@ class _Automatic(Backend):
 
 
 def resolve_backend(dtype: jax.typing.DTypeLike) -> Backend:
-    """Returns the backend of a function traced here and now, for inputs of `dtype`.
-
-    See `Backend.lowered_for`.
-    """
+    """Returns the backend of a function traced here and now, for inputs of `dtype`."""
     if _choice.value == AUTO:
         return _instance(_Automatic)
     backend = get_backend(_choice.value)
@@ -370,22 +342,18 @@ def use_backend(name: str) -> contextlib.AbstractContextManager:
     [[-3.]
      [-3.]]
     """
-    _check_name(name)
-    return _choice(name)
+    return _choice(_known(name))
 
 
 def use_backend_for(platform: str) -> contextlib.AbstractContextManager:
     """Selects, inside a `with` block, the kernels of a platform, to compile for devices that need
-    not be here.
-
-    A backend that was asked for by name stays.
+    not be here; a backend that was asked for by name stays.
 
     Args:
       platform: as JAX's devices tell it: `"cpu"`, `"gpu"` or `"tpu"`.
 
-    >>> from adder_flax import ops
-    >>> with ops.use_backend_for("tpu"):
-    ...     print(ops.backend_report().splitlines()[0])
+    >>> with use_backend_for("tpu"):
+    ...     print(backend_report().splitlines()[0])
     ops backend: pallas_tpu (asked for by name)
     """
     if _choice.value != AUTO or platform == jax.default_backend():
@@ -400,20 +368,17 @@ def set_backend(name: str) -> None:
 
     The environment variable `ADDER_FLAX_BACKEND`, read at import, sets the initial one.
     """
-    _check_name(name)
-    _choice.set_global(name)
+    _choice.set_global(_known(name))
 
 
-def _check_name(name: str) -> None:
-    if name != AUTO:
-        get_backend(name)
+def _known(name: str) -> str:
+    return name if name == AUTO else get_backend(name).name
 
 
 def available_backends() -> tuple[str, ...]:
     """Returns the names of the backends that can run in this process, best first.
 
-    >>> from adder_flax import ops
-    >>> ops.available_backends()[-2:]
+    >>> available_backends()[-2:]
     ('xla', 'reference')
     """
     return tuple(name for name in _BACKENDS if _runs_here(name) and _why_unavailable(name) is None)
@@ -427,9 +392,8 @@ def _runs_here(name: str) -> bool:
 def backend_report() -> str:
     """Returns a short text for people: which backend runs on which platform here, and why.
 
-    >>> from adder_flax import ops
-    >>> with ops.use_backend("xla"):
-    ...     print(ops.backend_report().splitlines()[0])
+    >>> with use_backend("xla"):
+    ...     print(backend_report().splitlines()[0])
     ops backend: xla (asked for by name)
     """
     if _choice.value != AUTO:

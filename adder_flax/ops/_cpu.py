@@ -62,11 +62,11 @@ class CpuBackend(Backend):
         # What is stored runs where nobody has built the kernels.
         return get_backend("xla") if for_export else self
 
-    def _call(self, kernel, shapes, *operands, **attributes):
+    def _call(self, kernel, shapes, *operands, dtype=jnp.float32, **attributes):
         """Calls a kernel; returns what it gives, of these shapes."""
-        results = [result_type(shape, jnp.float32, *operands) for shape in shapes]
-        # Under vmap an operand that is not mapped gets a leading axis of length one,
-        # which the kernels broadcast.
+        results = [result_type(shape, dtype, *operands) for shape in shapes]
+        # Under vmap an operand that is not mapped gets a leading axis of length one, which the
+        # kernels broadcast.
         call = jax.ffi.ffi_call(_TARGET_PREFIX + kernel, results, vmap_method="expand_dims")
         given = call(*operands, **attributes)
         return given[0] if len(given) == 1 else tuple(given)
@@ -75,22 +75,26 @@ class CpuBackend(Backend):
         return self._call("l1_forward", [_output_shape(x, w, axes)], x, w, w_is_nk=axes == "nk")
 
     def l1_pullback_x(self, x, w, g, rule, axes):
-        return self._pull_back("l1_pullback", (x, w, g), _layout_of_x(axes), slope=_slope(rule))
+        return self._pull_back_x("l1_pullback", x, w, g, axes, slope=_slope(rule))
 
     def l1_pullback_w(self, x, w, g, rule, axes):
-        return self._pull_back("l1_pullback", (w, x, g), _layout_of_w(axes), slope=_slope(rule))
+        return self._pull_back_w("l1_pullback", x, w, g, axes, slope=_slope(rule))
 
     def full_pullback_x(self, x, w, g, axes):
-        return self._pull_back("full_pullback", (x, w, g), _layout_of_x(axes))
+        return self._pull_back_x("full_pullback", x, w, g, axes)
 
     def full_pullback_w(self, x, w, g, axes):
-        return self._pull_back("full_pullback", (w, x, g), _layout_of_w(axes))
+        return self._pull_back_w("full_pullback", x, w, g, axes)
 
-    def _pull_back(self, kernel, operands, transposed, **attributes):
-        """Calls a kernel of own, other and g, each of which may be stored transposed."""
-        names = ("own_transposed", "other_transposed", "g_transposed")
-        layout = dict(zip(names, transposed, strict=True))
-        return self._call(kernel, [operands[0].shape], *operands, **layout, **attributes)
+    # Kernels of own, other and g, each of which may be stored transposed.
+
+    def _pull_back_x(self, kernel, x, w, g, axes, **options):
+        options |= dict(own_transposed=False, other_transposed=axes == "kn", g_transposed=False)
+        return self._call(kernel, [x.shape], x, w, g, **options)
+
+    def _pull_back_w(self, kernel, x, w, g, axes, **options):
+        options |= dict(own_transposed=axes == "kn", other_transposed=False, g_transposed=True)
+        return self._call(kernel, [w.shape], w, x, g, **options)
 
     def l1_pullback(self, x, w, g, rule, axes):
         if x.shape[0] == 1:
@@ -111,18 +115,17 @@ class CpuBackend(Backend):
 
     def layer_norm_pullback(self, x, scale, bias, g, epsilon, fast_variance):
         if x.dtype != jnp.float32 or g.dtype != jnp.float32:
-            return super().layer_norm_pullback(x, scale, bias, g, epsilon, fast_variance)
-        scale = scale[:, None]
-        shapes, epsilon = [x.shape, scale.shape, scale.shape], np.float32(epsilon)
-        dx, d_scale, d_bias = self._call(
-            "layer_norm_pullback", shapes, x, scale, g, epsilon=epsilon
-        )
+            options: dict[str, Any] = dict(epsilon=epsilon, fast_variance=fast_variance)
+            return super().layer_norm_pullback(x, scale, bias, g, **options)
+        scale, epsilon = scale[:, None], np.float32(epsilon)
+        shapes = [x.shape, scale.shape, scale.shape]
+        given = self._call("layer_norm_pullback", shapes, x, scale, g, epsilon=epsilon)
+        dx, d_scale, d_bias = given
         return dx, d_scale[:, 0], d_bias[:, 0]
 
     def sad(self, x, w):
         load_library(SAD_SOURCE)
-        sums = result_type((*x.shape[:2], w.shape[1]), jnp.int32, x, w)
-        return jax.ffi.ffi_call(_TARGET_PREFIX + "sad", sums, vmap_method="expand_dims")(x, w)
+        return self._call("sad", [_output_shape(x, w, "nk")], x, w, dtype=jnp.int32)
 
     def sad_norm(self, x, w, table, ends, levels, y_levels, epsilon, gelu):
         how: dict[str, Any] = dict(levels=levels, y_levels=y_levels, epsilon=epsilon, gelu=gelu)
@@ -158,15 +161,6 @@ class CpuBackend(Backend):
         return d_query, d_key, d_v[:, 0]
 
 
-def _layout_of_x(axes):
-    """Which operands of a pullback to x, the kernel's `own` beside `other` w, are transposed."""
-    return False, axes == "kn", False
-
-
-def _layout_of_w(axes):
-    return axes == "kn", False, True
-
-
 def _output_shape(x, w, axes):
     return (*x.shape[:2], w.shape[2 if axes == "kn" else 1])
 
@@ -199,7 +193,7 @@ def _cached_or_compiled(compiler: str, source: Path = _SOURCE) -> ctypes.CDLL:
 
 
 def _load(content: bytes) -> ctypes.CDLL:
-    """Loads a library from the bytes that were checked, through a file that nobody else changes."""
+    # Through a file that nobody else changes: these bytes were checked.
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cpu_kernels.so"
         path.write_bytes(content)
@@ -218,7 +212,6 @@ def _target() -> str:
 
 
 def _fingerprint(compiler: str, source: Path = _SOURCE) -> str:
-    """Hashes all that the library depends on: source, headers, flags, compiler, processor."""
     version = _run(compiler, "--version")
     facts = [
         *_FLAGS,
@@ -246,7 +239,6 @@ def _compile(compiler: str, source: Path = _SOURCE) -> bytes:
 
 
 def _run(*command: str) -> str:
-    """Returns what a program prints; raises RuntimeError where it fails or does not end in time."""
     piped: dict[str, Any] = dict(
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

@@ -41,12 +41,12 @@ _TARGET = "__gpu$xla.gpu.ptx"
 # `kRun` of the kernels: neighbouring rows, columns or terms that one load of 16 bytes brings.
 _RUN = 4
 
-# Exponents whose product with another one in range neither overflows nor vanishes before
-# tanh has saturated.
+# Exponents whose product with another one in range neither overflows nor vanishes before tanh has
+# saturated.
 _LARGEST_EXPONENT = 87.0
-# With one reciprocal for two terms, denominators 1 + e^2x are kept in units of 2^62: the
-# product of two lies above 2^-124 then, whose reciprocal is a normal number, and one with
-# exponents up to these lies below 2^125.
+# With one reciprocal for two terms, denominators 1 + e^2x are kept in units of 2^62: the product of
+# two lies above 2^-124 then, whose reciprocal is a normal number, and one with exponents up to
+# these lies below 2^125.
 _UNIT = 2.0**62
 _LARGEST_PAIRED_EXPONENT = 64.5
 
@@ -55,10 +55,8 @@ class Tile(NamedTuple):
     """The part of the output that one block of threads computes.
 
     Attributes:
-      rows: rows that each thread owns, 4 or 8.
-      columns: columns that each thread owns, 4 or 8.
-      row_threads: threads along the rows.
-      column_threads: threads along the columns.
+      rows, columns: that each thread owns, 4 or 8.
+      row_threads, column_threads: along the rows and along the columns.
       efficiency: share of the bound that a core reaches with it in `l1`, between what begins and
         ends a block.
     """
@@ -70,7 +68,6 @@ class Tile(NamedTuple):
     efficiency: float
 
     def blocks(self, size: dict[str, int]) -> int:
-        """Returns how many blocks a problem takes."""
         rows, columns = self.rows * self.row_threads, self.columns * self.column_threads
         return size["b"] * -(-size["i"] // rows) * -(-size["j"] // columns)
 
@@ -78,9 +75,7 @@ class Tile(NamedTuple):
         return self.row_threads * self.column_threads
 
     def cost(self, size: dict[str, int]) -> float:
-        """Returns the relative time for a problem: that of the core with most blocks, in terms of
-        whole tiles.
-        """
+        """Returns the relative time of the core with most blocks, in terms of whole tiles."""
         terms = self.rows * self.columns * self.threads() * (size["c"] + _TERMS_OF_A_BLOCK)
         return -(-self.blocks(size) // _CORES) * terms / self.efficiency
 
@@ -97,8 +92,7 @@ TILES = (
 )
 # What begins and ends a block, in terms of each of its outputs.
 _TERMS_OF_A_BLOCK = 16
-# Totals and fixed operands that a thread can hold without spilling, with room for what
-# the steps load.
+# Totals and fixed operands that a thread can hold without spilling, with room for what steps load.
 _HELD_PER_THREAD = 96
 # Terms that one stage may have: a multiple of a run, and two of the longest are in shared memory.
 _STAGES = (16, 8, 4)
@@ -110,30 +104,20 @@ _SHORTEST_PART = 512
 
 
 class Reduction(NamedTuple):
-    """What is reduced.
+    """What is reduced."""
 
-    Attributes:
-      step: what it adds, a struct of the kernels.
-      axes: of each operand after the batch.
-      columns: of the result; operands may have some more.
-      totals: how many sums it adds to.
-      at_once: how many terms it adds together.
-    """
-
-    step: str
-    axes: tuple[str, ...]
-    columns: int
-    totals: int
-    at_once: int
+    step: str  # what is added, a struct of the kernels
+    axes: tuple[str, ...]  # of each operand after the batch
+    columns: int  # of the result; operands may have some more
+    totals: int  # how many sums a step adds to
+    at_once: int  # how many terms it adds together
 
     def sizes(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
-        """Returns the length of each axis, from the shapes of the operands.
-
-        Of these, some may have fewer members of the batch: they serve all, over and over.
-        """
+        """Returns the length of each axis, from the shapes of the operands."""
         size = {}
         for axes, shape in zip(self.axes, shapes, strict=True):
             size.update(zip(axes, shape[1:], strict=True))
+        # Some may have fewer members of the batch: they serve all, over and over.
         return size | {"b": max(shape[0] for shape in shapes), "j": self.columns}
 
     def shape(self, arrays: Sequence) -> tuple[int, int, int]:
@@ -181,11 +165,9 @@ class CudaBackend(Backend):
 
     @unless_empty
     def l1(self, x, w, axes):
-        x, w = Operand(x, "ic"), Operand(w, "cj" if axes == "kn" else "jc")
-        parts = _parts(axis_lengths([x, w]))
-        if parts > 1:
-            x, w = (_cut(operand, parts, "constant") for operand in (x, w))
-        (y,) = self._reduce("L1", x, w)
+        operands = [Operand(x, "ic"), Operand(w, "cj" if axes == "kn" else "jc")]
+        parts = _parts(operands)
+        (y,) = self._reduce("L1", *(_cut(operand, parts) for operand in operands))
         return _joined(y, parts)
 
     @unless_empty
@@ -203,9 +185,9 @@ class CudaBackend(Backend):
         """Computes sum over c of g[i, c] rule(w[c, j] - x[i, j]); see `Rule` in the kernels."""
         (x,) = upcast(x)
         g, w = (Operand(upcast(array)[0], axes) for array, axes in (g, w))
-        parts = _parts(axis_lengths([g, w]))
-        if parts > 1:
-            g, w = _cut(g, parts, "constant"), _cut(w, parts, "edge")
+        parts = _parts([g, w])
+        # Filled up with its last term w has no wider range.
+        g, w = _cut(g, parts), _cut(w, parts, filling="edge")
         c = 1 + w.axes.index("c")
         high, low, centre, scale, _ = _range(w.array, c, rule)
         operands = [
@@ -221,10 +203,7 @@ class CudaBackend(Backend):
 
     @unless_empty
     def l1_pushforward(self, x, w, dx, rule, axes):
-        """Computes the sum as the pullback does.
-
-        What is not finite is told apart by another loop, if there is any.
-        """
+        """Computes the sum as the pullback does, what is not finite by another loop."""
         (x, w, dx), c = upcast(x, w, dx), 1 + axes.index("k")
         _, _, centre, scale, offset = _range(w, 3 - c, rule)
         centre = centre[:, None]
@@ -240,11 +219,9 @@ class CudaBackend(Backend):
     @unless_empty
     def sad(self, x, w):
         """Computes the sum with four bytes in each word, which one instruction takes at once."""
-        x, w = Operand(_words(x), "ic"), Operand(_words(w), "jc")
-        parts = _parts(axis_lengths([x, w]))
-        if parts > 1:
-            x, w = (_cut(operand, parts, "constant") for operand in (x, w))
-        (y,) = self._reduce("Sad", x, w)
+        operands = [Operand(_words(x), "ic"), Operand(_words(w), "jc")]
+        parts = _parts(operands)
+        (y,) = self._reduce("Sad", *(_cut(operand, parts) for operand in operands))
         return _joined(jax.lax.bitcast_convert_type(y, jnp.int32), parts)
 
     @unless_empty
@@ -255,8 +232,8 @@ class CudaBackend(Backend):
         `_exponentials`, but exact while q and k stay within 32.
         """
         (v,) = upcast(v)
-        # By a power of two, to the bit, since it and its reciprocal are normal numbers; v
-        # comes to lie in [-4, 4].
+        # By a power of two, to the bit, since it and its reciprocal are normal numbers; v comes to
+        # lie in [-4, 4].
         exponent = jnp.clip(jnp.frexp(jnp.abs(v).max(1, keepdims=True))[1], -126, 126)
         scale = jnp.ldexp(jnp.float32(1.0), exponent)
         query, key = _exponentials(query, key, largest=_LARGEST_PAIRED_EXPONENT)
@@ -280,12 +257,11 @@ class CudaBackend(Backend):
         return dq * v[:, None], dk * v[:, None], dv.sum(1)
 
     def _reduce(self, step: str, *operands: Operand, totals=1, at_once=1) -> list[jax.Array]:
-        """Computes a `Reduction`; returns a float32 array (B, I, J) for each of its totals.
-
-        The operands that are summed come first, as the step takes them.
+        """Computes a `Reduction` of operands in the order of the step, the summed ones first;
+        returns a float32 array (B, I, J) for each of its totals.
         """
-        # Narrow operands are converted once here: in the loop that would cost half an
-        # instruction a term.
+        # Narrow ones are converted once here: in the loop that would cost half an instruction a
+        # term.
         columns = axis_lengths(operands)["j"]
         wide = (Operand(upcast(array)[0], axes) for array, axes in operands)
         arrays, axes = zip(*map(_columns_contiguous, wide), strict=True)
@@ -392,9 +368,7 @@ def _range(w, axis, rule):
 
 
 def _exponentials(query, key, largest=_LARGEST_EXPONENT):
-    """Returns e^2q and e^2k.
-
-    Their product gives tanh(q + k) = 1 - 2 / (1 + e^2q e^2k) without an exponential.
+    """Returns e^2q and e^2k: tanh(q + k) = 1 - 2 / (1 + e^2q e^2k) needs no other exponential.
 
     Exact while each of q and k, after a shift that centres the keys of each hidden unit on zero,
     stays within half of the largest exponent, 43; beyond that they are taken as 43, which matters
@@ -414,7 +388,6 @@ def _filled_up(array: jax.Array, run: int) -> jax.Array:
 
 
 def _words(array: jax.Array) -> jax.Array:
-    """Returns four bytes of the last axis in each float32."""
     array = _filled_up(array, 4)
     return jax.lax.bitcast_convert_type(array.reshape(*array.shape[:-1], -1, 4), jnp.float32)
 
@@ -433,7 +406,6 @@ def _columns_contiguous(operand: Operand) -> Operand:
 
 
 def _choose_tile(size: dict[str, int], held: int) -> Tile:
-    """Returns the tile that takes least time, of those whose threads can hold so many arrays."""
     fitting = [tile for tile in TILES if tile.rows * tile.columns * held <= _HELD_PER_THREAD]
     return min(fitting, key=lambda tile: tile.cost(size))
 
@@ -443,24 +415,25 @@ def _stage(terms: int) -> int:
     return min(_STAGES, key=lambda stage: -(-terms // stage) * stage)
 
 
-def _parts(size: dict[str, int]) -> int:
+def _parts(operands: Sequence[Operand]) -> int:
     """Returns into how many parts to cut sums, which are computed side by side.
 
     Few outputs of long sums then still give the whole device work, and their rounding grows with a
     part and not with the sum.
     """
+    size = axis_lengths(operands)
     runs = size["b"] * size["i"] * size["j"] // (_RUN * _RUN)
     full = (_OUTPUT_RUNS_OF_FULL_DEVICE - 1).bit_length()
     wanted = 1 << max(0, full - max(runs, 1).bit_length())
     return max(1, min(wanted, size["c"] // _SHORTEST_PART))
 
 
-def _cut(operand: Operand, parts: int, filling: str) -> Operand:
-    """Returns an operand with its sums cut into parts, each of which has the whole batch.
-
-    The last is filled up with zeros (`constant`), or with the last term (`edge`), which does not
-    widen the range of the operand.
+def _cut(operand: Operand, parts: int, *, filling: str = "constant") -> Operand:
+    """Returns an operand with its sums cut into parts, each of which has the whole batch; the last
+    is filled up with zeros or, by `"edge"`, with its last term.
     """
+    if parts == 1:
+        return operand
     axis, array = 1 + operand.axes.index("c"), operand.array
     length = -(-array.shape[axis] // (parts * _STAGES[0])) * _STAGES[0]
     padding = [(0, 0)] * array.ndim
@@ -472,7 +445,6 @@ def _cut(operand: Operand, parts: int, filling: str) -> Operand:
 
 
 def _joined(result: jax.Array, parts: int) -> jax.Array:
-    """Returns the sums of which these are the parts, cut by `_cut`."""
     if parts == 1:
         return result
     return result.reshape(parts, -1, *result.shape[1:]).sum(0, dtype=result.dtype)

@@ -9,7 +9,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from adder_flax.ops._arrays import GradientRule, RuleName, accumulation_dtype
 from adder_flax.ops._backend import resolve_backend
-from adder_flax.ops._partition import keep_explicit_axes, vary_alike
+from adder_flax.ops._partition import keep_explicit_axes
 from adder_flax.ops._primitive import call
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -37,7 +37,7 @@ def _adder_operands(x, w):
             "them may need a transpose"
         )
     dtype, rows = jnp.promote_types(x.dtype, w.dtype), (1, math.prod(x.shape[:-1]), x.shape[-1])
-    return vary_alike(x.astype(dtype).reshape(rows), w.astype(dtype)[None])
+    return x.astype(dtype).reshape(rows), w.astype(dtype)[None]
 
 
 def adder_matmul(
@@ -52,8 +52,8 @@ def adder_matmul(
 
     .. math:: y_{mn} = -\sum_k |x_{mk} - w_{kn}|
 
-    Backward passes use the chosen rule, a function of the difference, in place of the derivative
-    (Chen et al., "AdderNet", CVPR 2020, eqs. 5 to 7): with cotangent g,
+    Backward passes use the chosen rule in place of the derivative (Chen et al., "AdderNet", CVPR
+    2020, eqs. 5 to 7): with cotangent g,
 
     .. math:: dx_{mk} = \sum_n g_{mn} r_x(w_{kn} - x_{mk}), \qquad dw_{kn} = \sum_m g_{mn}
     r_w(x_{mk} - w_{kn})
@@ -67,18 +67,14 @@ def adder_matmul(
     subtract the mean before a cast to a narrow dtype.
 
     Args:
-      x: any leading axes; the last one is contracted.
-      w: weights; the first axis is contracted.
-      x_gradient: rule for the gradient of `x`: `"sign"`, `"full"` or `"hardtanh"`.
-      w_gradient: rule for the gradient of `w`, likewise.
+      x, w: the last axis of the one and the first of the other are contracted.
+      x_gradient, w_gradient: `"sign"`, `"full"` or `"hardtanh"`.
       hardtanh_slope: slope of the `"hardtanh"` rules at zero, positive.
 
     Returns:
-      The distances, negated, accumulated in float32 and returned as float32 (float64 for float64
-      inputs).
+      In float32 (float64 for float64 inputs), in which sums are accumulated.
 
-    >>> from adder_flax import ops
-    >>> print(ops.adder_matmul(jnp.array([[1.0, 2.0]]), jnp.array([[0.0, 1.0], [0.0, 5.0]])))
+    >>> print(adder_matmul(jnp.array([[1.0, 2.0]]), jnp.array([[0.0, 1.0], [0.0, 5.0]])))
     [[-3. -3.]]
     """
     x_rule = GradientRule(x_gradient, hardtanh_slope)
@@ -90,9 +86,7 @@ def adder_matmul(
         y = call(backend, "l1", rows, columns, axes="kn", x_rule=x_rule, w_rule=w_rule)
         return y.reshape(*x.shape[:-1], w.shape[-1])
 
-    x, w = as_floating(x=x, w=w)
-    leading = [f"b{axis}" for axis in range(x.ndim - 1)]
-    return keep_explicit_axes(product, [x, w], [[*leading, "k"], ["k", "n"]], [*leading, "n"])
+    return keep_explicit_axes(product, "...k,kn->...n", *as_floating(x=x, w=w))
 
 
 def adder_matmul_jvp(
@@ -109,21 +103,14 @@ def adder_matmul_jvp(
 
     .. math:: dy_{mn} = \sum_k dx_{mk} r_x(w_{kn} - x_{mk}) + \sum_k dw_{kn} r_w(x_{mk} - w_{kn})
 
-    It is what `jax.jvp` of `adder_matmul` gives, without the product itself: second-order methods
-    need the Jacobian-vector product of a layer under the layer's own gradient rules. For every g,
-    <g, adder_matmul_jvp(dx, dw)> = <dx', dx> + <dw', dw> with (dx', dw') the gradients that
-    `adder_matmul` sends back for g.
+    It is what `jax.jvp` of `adder_matmul` gives, without the product itself.
 
     Args:
       x, w, x_gradient, w_gradient, hardtanh_slope: as in `adder_matmul`.
       dx, dw: tangents of `x` and `w`, or None for zero.
 
-    Returns:
-      The tangent of the output, with its shape and dtype.
-
-    >>> from adder_flax import ops
     >>> x, w = jnp.array([[1.0, 2.0]]), jnp.array([[0.0], [5.0]])
-    >>> print(ops.adder_matmul_jvp(x, w, None, jnp.ones_like(w)))  # (1 - 0) + (2 - 5)
+    >>> print(adder_matmul_jvp(x, w, None, jnp.ones_like(w)))  # (1 - 0) + (2 - 5)
     [[-2.]]
     """
     x, w = as_floating(x=x, w=w)
@@ -157,17 +144,13 @@ def l1_scores(
     / sqrt(pi).
 
     Args:
-      query: any leading axes, broadcast against those of `key`.
-      key: any leading axes, broadcast against those of `query`.
-      gradient: rule for the gradients of both: `"sign"` (the exact derivative, zero at zero),
-        `"full"` (the difference, computed as a GEMM) or `"hardtanh"`; see `adder_matmul`.
-      hardtanh_slope: slope of `"hardtanh"` at zero, positive.
+      query, key: any leading axes, which broadcast.
+      gradient, hardtanh_slope: rule for the gradients of both, see `adder_matmul`.
 
     Returns:
-      The scores, accumulated in float32 and returned as float32 (float64 for float64 inputs).
+      In float32 (float64 for float64 inputs), in which sums are accumulated.
 
-    >>> from adder_flax import ops
-    >>> print(ops.l1_scores(jnp.array([[0.0, 0.0], [1.0, 1.0]]), jnp.array([[0.0, 3.0]])))
+    >>> print(l1_scores(jnp.array([[0.0, 0.0], [1.0, 1.0]]), jnp.array([[0.0, 3.0]])))
     [[-3.]
      [-3.]]
     """
@@ -178,19 +161,7 @@ def l1_scores(
         backend = resolve_backend(query.dtype)
         return call(backend, "l1", query, key, axes="nk", x_rule=rule, w_rule=rule)
 
-    query, key = as_floating(query=query, key=key)
-    axes = [pair_axes(query, "mk"), pair_axes(key, "nk")]
-    return keep_explicit_axes(scores, [query, key], axes, result_axes(query, key))
-
-
-def pair_axes(array, last: str) -> list[str]:
-    """Names the axes of an array: leading ones by their distance from the end, then the `last`."""
-    return [f"b{axis}" for axis in range(array.ndim - len(last), 0, -1)] + list(last)
-
-
-def result_axes(query, key) -> list[str]:
-    """Names the axes of the scores of queries and keys."""
-    return pair_axes(max(query, key, key=lambda array: array.ndim), "mn")
+    return keep_explicit_axes(scores, "...mk,...nk->...mn", *as_floating(query=query, key=key))
 
 
 def broadcast_pairs(query, key):
@@ -220,26 +191,22 @@ def additive_scores(
 
     (Bahdanau et al., "Neural Machine Translation by Jointly Learning to Align and Translate", ICLR
     2015, with the projections and the bias already applied.) Every score lies within the L1 norm of
-    `v`. The hidden layer, of size Nq x Nk x d, is never stored: the backward pass computes it
-    again.
+    `v`.
 
     Args:
-      query: any leading axes, broadcast against those of `key`.
-      key: any leading axes, broadcast against those of `query`.
-      v: the output weights of the hidden layer; its leading axes broadcast against the leading axes
-        of the scores, so that (heads, d) serves queries of shape (batch, heads, Nq, d).
+      query, key: any leading axes, which broadcast.
+      v: its leading axes broadcast against those of the scores, so that (heads, d) serves queries
+        of shape (batch, heads, Nq, d).
 
     Returns:
-      The scores, accumulated in float32 and returned as float32 (float64 for float64 inputs).
+      In float32 (float64 for float64 inputs), in which sums are accumulated.
 
-    >>> from adder_flax import ops
     >>> query, key, v = jnp.zeros((2, 3)), jnp.zeros((4, 3)), jnp.ones(3)
-    >>> ops.additive_scores(query, key, v).shape
+    >>> additive_scores(query, key, v).shape
     (2, 4)
     """
-    query, key, v = as_floating(query=query, key=key, v=v)
-    axes = [pair_axes(query, "mk"), pair_axes(key, "nk"), pair_axes(v, "k")]
-    return keep_explicit_axes(_additive, [query, key, v], axes, result_axes(query, key))
+    arrays = as_floating(query=query, key=key, v=v)
+    return keep_explicit_axes(_additive, "...mk,...nk,...k->...mn", *arrays)
 
 
 def _additive(query, key, v):
@@ -272,22 +239,18 @@ def layer_norm(
 
     .. math:: y_c = s_c \frac{x_c - \mu}{\sqrt{\sigma^2 + \epsilon}} + b_c
 
-    (Ba et al., "Layer Normalization", 2016, https://arxiv.org/abs/1607.06450), with the mean and
-    the variance of the row. On CPUs a row is read from memory once, forward and backward; XLA takes
-    several passes over all rows. Elsewhere it is what Flax computes.
+    (Ba et al., "Layer Normalization", 2016, https://arxiv.org/abs/1607.06450). On CPUs a row is
+    read from memory once, forward and backward. Elsewhere it is what Flax computes.
 
     Args:
-      x: any leading axes.
-      scale, bias: of each feature.
-      epsilon: added to the variance.
+      x, scale, bias, epsilon: as in the formula.
       fast_variance: whether the variance may be E[x²] - E[x]², as in Flax, which cancels where the
         mean is far larger than the spread.
 
     Returns:
-      The rows, as float32 (float64 for float64 inputs).
+      In float32 (float64 for float64 inputs).
 
-    >>> from adder_flax import ops
-    >>> ops.layer_norm(jnp.array([[1.0, 3.0]]), jnp.ones(2), jnp.zeros(2), epsilon=0.0).tolist()
+    >>> layer_norm(jnp.array([[1.0, 3.0]]), jnp.ones(2), jnp.zeros(2), epsilon=0.0).tolist()
     [[-1.0, 1.0]]
     """
     x, scale, bias = as_floating(x=x, scale=scale, bias=bias)
@@ -301,24 +264,16 @@ def layer_norm(
     def on_arrays(x, scale, bias):
         grouped = x.reshape(_grouped(x.shape[:-1], x.shape[-1]))
         row = (*(1,) * (grouped.ndim - 2), -1)
-        operands = grouped.astype(dtype), scale.astype(dtype).reshape(row)
-        operands += (bias.astype(dtype).reshape(row),)
+        operands = grouped.astype(dtype), *(a.astype(dtype).reshape(row) for a in (scale, bias))
         options: dict[str, Any] = dict(epsilon=float(epsilon), fast_variance=fast_variance)
         return call(resolve_backend(dtype), "layer_norm", *operands, **options).reshape(x.shape)
 
-    batch = [f"b{i}" for i in range(x.ndim - 1)]
-    axes = [[*batch, "C"], ["C"], ["C"]]
-    return keep_explicit_axes(on_arrays, [x, scale, bias], axes, [*batch, "C"])
+    return keep_explicit_axes(on_arrays, "...c,c,c->...c", x, scale, bias)
 
 
 def _grouped(leading: tuple[int, ...], features: int) -> tuple[int, ...]:
-    """The shape with an axis before the rows, over which devices and threads divide them.
-
-    Gradients of scale and bias are summed within it by the kernel, and over it by XLA, on however
-    many devices.
-
-    >>> _grouped((2, 5), 8), _grouped((96,), 8), _grouped((5,), 8), _grouped((), 8)
-    ((2, 5, 8), (32, 3, 8), (1, 5, 8), (1, 1, 8))
+    """The shape with an axis before the rows, over which devices and threads divide them: kernels
+    sum the gradients of scale and bias within it, and XLA over it, on however many devices.
     """
     if len(leading) > 1:
         return *leading, features

@@ -67,22 +67,18 @@ def fused_attention(
 
     The softmax runs along blocks of keys with a running maximum (Milakov & Gimelshein, "Online
     normalizer calculation for softmax", 2018), and the backward pass computes the scores of each
-    block again from the logarithm of the softmax's denominator (Dao, "FlashAttention-2", 2023). Any
-    differentiable score will do. On CPUs it is also the faster way where the map does not fit into
-    the caches, see `preferred_key_block`. It has gradients, and gradients of gradients where the
-    score has them, but no forward-mode derivative.
+    block again from the logarithm of the softmax's denominator (Dao, "FlashAttention-2", 2023). It
+    has gradients of any order that the score has, but no forward-mode derivative.
 
     Args:
       score: `score(query, key, *parameters)` gives (..., Nq, Nk), for example `l1_scores` or
         `additive_scores`, from any number of keys.
-      query: leading axes as `score` takes them.
-      key: likewise.
+      query, key: leading axes as `score` takes them.
       value: leading axes that broadcast against those of the scores.
       parameters: learned arrays of the score, such as `v` of `additive_scores`.
-      scale: multiplies the scores; a number or an array that broadcasts against them.
-      bias: added to the scaled scores; broadcasts against them.
-      mask: True where a query may see a key; broadcasts against the scores. A query that sees none
-        gets zeros.
+      scale: multiplies the scores; it broadcasts against them, as do bias and mask.
+      bias: added to the scaled scores.
+      mask: True where a query may see a key. A query that sees none gets zeros.
       is_causal: query i sees keys 0 to i only.
       identity: add the identity map to the attention map, so that each token gets its own value on
         top.
@@ -275,8 +271,7 @@ def _blocks(options, operands) -> _KeyBlock:
     )
 
 
-def _join(blocks, axis, length):
-    """Undoes the split of `_blocks`: the leading axis goes back in front of `axis`."""
+def _join(blocks, axis, length):  # what `_blocks` has split
     axis = blocks.ndim + axis
     array = jnp.moveaxis(blocks, 0, axis - 1)
     array = array.reshape(*array.shape[: axis - 1], -1, *array.shape[axis + 1 :])
@@ -284,7 +279,6 @@ def _join(blocks, axis, length):
 
 
 def _logits(score, query, key, parameters, scale, bias):
-    """The scaled and biased scores of a block."""
     (scores,) = upcast(score(query, key, *parameters))
     logits = scores * scale
     return logits if bias is None else logits + bias
@@ -304,15 +298,11 @@ def _visible(options, block, num_queries):
 
 
 def _where(visible, array, other):
-    """An array, and something else for keys that are not seen.
-
-    Before the exponential as well as behind it: that of a hidden key may be infinite, whose second
-    derivative would be NaN.
-    """
+    # Before the exponential as well as behind it: that of a hidden key may be infinite, whose
+    # second derivative would be NaN.
     return array if visible is None else jnp.where(visible, array, other)
 
 
 def _keep(operands, block, shape):
-    """The factors of dropout: zero, or what keeps the mean."""
     keep = 1.0 - operands.dropout_rate
     return jax.random.bernoulli(block.dropout_key, keep, shape) / keep

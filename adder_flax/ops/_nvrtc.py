@@ -23,9 +23,6 @@ def compile_to_ptx(source: str) -> str:
     """Returns a program as PTX for GPUs of compute capability 8.0 and later, compiled once and kept
     where `own_cache` keeps things.
 
-    Args:
-      source: CUDA C++ without includes.
-
     Raises:
       OSError: there is no NVRTC.
       RuntimeError: it refuses the program.
@@ -43,11 +40,7 @@ def compile_to_ptx(source: str) -> str:
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """Returns NVRTC, from a wheel of NVIDIA's or else from the system.
-
-    Raises:
-      OSError: there is none; the message says how to install it.
-    """
+    """Returns NVRTC, from a wheel of NVIDIA's or else from the system; raises OSError without."""
     for name in _candidates():
         try:
             return ctypes.CDLL(name)

@@ -36,39 +36,28 @@ from adder_flax.ops._xla import unless_empty
 
 _LANES = 128
 _SUBLANES = 8
-# Makes +-1 of any difference of two unequal floats when the product is clipped to [-1,
-# 1]. Subnormal differences, below the reciprocal, are the exception: they count as almost
-# equal.
+# Makes +-1 of any difference of two unequal floats when the product is clipped to [-1, 1], but for
+# subnormal differences, below the reciprocal, which count as almost equal.
 _SIGN_SLOPE = 2.0**126
 
 
 class Tile(NamedTuple):
-    """Sizes of blocks; the first three are upper bounds, and shorter axes take less.
-
-    Attributes:
-      rows: rows of the output in one program, a multiple of `band`.
-      columns: columns of the output in one program, a multiple of 128.
-      terms: terms of the sum in one program, a multiple of 128.
-      band: rows whose totals are kept in registers at a time, a multiple of 8.
-      unroll: terms written out in the inner loop, a multiple of 8; a divisor of 128.
+    """Sizes of blocks; the first three, of one program, are upper bounds, and shorter axes take
+    less.
     """
 
-    rows: int = 256
-    columns: int = 768
-    terms: int = 512
-    band: int = 32
-    unroll: int = 32
+    rows: int = 256  # of the output, a multiple of `band`
+    columns: int = 768  # of the output, a multiple of 128
+    terms: int = 512  # of the sum, a multiple of 128
+    band: int = 32  # rows whose totals are kept in registers at a time, a multiple of 8
+    unroll: int = 32  # terms written out in the inner loop, a multiple of 8; a divisor of 128
 
 
 class Reduction(NamedTuple):
     """One reduction over pairs, in functions of float32 blocks that broadcast to one of the output.
 
-    Attributes:
-      operands: what is read, in the order in which the functions below take it.
-      step: `step(totals, held, *values)` returns the totals with one term added; `values` are the
-        operands with a `c`, `held` those without.
-      totals: how many sums there are.
-      finish: applied to each total after the last term.
+    `step(totals, held, *values)` returns the totals with one term added; `values` are the operands
+    with a `c`, `held` those without. `finish` is applied to each total after the last term.
     """
 
     operands: Sequence[Operand]
@@ -210,13 +199,10 @@ def _block_length(length: int, largest: int, multiple: int) -> int:
 
 
 def _laid_out(operand: Operand) -> Operand:
-    """Returns an operand in float32 with two axes.
-
-    Rows have c last, columns have c first, and 1 stands for a missing axis.
-
-    Converted here because single rows of a packed narrower dtype cannot be read at a variable
-    position.
+    """Returns an operand with two axes: rows have c last, columns c first, and 1 stands for a
+    missing axis.
     """
+    # Single rows of a packed narrower dtype cannot be read at a variable position.
     (array,), axes = upcast(operand.array), operand.axes
     if axes in ("ci", "jc"):
         return Operand(jnp.swapaxes(array, 1, 2), axes[::-1])
@@ -228,15 +214,8 @@ def _laid_out(operand: Operand) -> Operand:
 
 
 def _add_block(reduction, block, count, block_count, inputs, out_refs):
-    """The kernel: adds the terms of one block of c.
-
-    Args:
-      reduction: what to compute.
-      block: sizes of blocks.
-      count: length of c.
-      block_count: length of a block of c.
-      inputs: the reference and the axes of each operand.
-      out_refs: references to the outputs.
+    """The kernel: adds the terms of one block, `block_count` long, of the `count` of c; `inputs`
+    are the reference and the axes of each operand.
     """
     rows, columns = out_refs[0].shape[1:]
     step, last_step = pl.program_id(3), pl.cdiv(count, block_count) - 1

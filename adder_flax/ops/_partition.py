@@ -17,6 +17,7 @@ on automatic axes.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,8 +44,7 @@ def split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) -> 
             *zip(jax.tree.leaves(results), result_axes, strict=True),
             *zip(operands, operand_axes, strict=True),
         ]
-        # Of two arrays that want one mesh axis for different axes of theirs, the smaller
-        # one is moved.
+        # Of two arrays that want one mesh axis for different axes of theirs, the smaller is moved.
         arrays.sort(key=lambda array_and_axes: -math.prod(array_and_axes[0].shape))
         split = _assign_mesh_axes(mesh, arrays, kept + summed)
         partial_over = tuple(axis for name in summed for axis in split.get(name, ()))
@@ -53,11 +53,9 @@ def split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) -> 
             return NamedSharding(mesh, P(*[split.get(name) for name in axes]))
 
         def on_each_device(*parts):
-            # Parts live on one device: the user's mesh, at hand where this is called,
-            # says nothing about them.
-            with use_abstract_mesh(
-                AbstractMesh((), (), abstract_device=mesh.abstract_mesh.abstract_device)
-            ):
+            # Parts live on one device: the user's mesh, at hand here, says nothing about them.
+            device = mesh.abstract_mesh.abstract_device
+            with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
                 partial = function(*parts)
                 return jax.lax.psum(partial, partial_over) if partial_over else partial
 
@@ -104,14 +102,12 @@ def split_over_mesh(function: Callable, operand_axes: Axes, result_axes: Axes) -
     def on_mesh(*operands):
         mesh = jax.sharding.get_abstract_mesh()
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-        # Those of one device too: Mosaic refuses a kernel where any axis is left to the
-        # compiler.
+        # Those of one device too: Mosaic refuses a kernel where any axis is left to the compiler.
         automatic = [axis for axis, kind in kinds if kind == AxisType.Auto]
         if math.prod(mesh.shape[axis] for axis in automatic) == 1:
             return function(*operands)
-        lengths = {}
-        for axes, a in zip(operand_axes, operands, strict=True):
-            lengths.update(zip(axes, a.shape, strict=True))
+        pairs = zip(operand_axes, operands, strict=True)
+        lengths = {name: n for axes, a in pairs for name, n in zip(axes, a.shape, strict=True)}
         split: dict[str, tuple[Any, ...]] = {name: () for name in candidates}
         for axis in automatic:
             for name in candidates:
@@ -146,38 +142,35 @@ def split_over_mesh(function: Callable, operand_axes: Axes, result_axes: Axes) -
 
 
 def keep_explicit_axes(
-    function: Callable[..., jax.Array],
-    operands: Sequence[jax.Array],
-    operand_axes: Axes,
-    result_axes: Sequence[str],
+    function: Callable[..., jax.Array], formula: str, *operands: jax.Array
 ) -> jax.Array:
     """Calls a function of arrays, which may be split over explicit axes of a mesh, as if these were
     automatic; the result is split along its axes as the first operand is that has them.
+
+    The formula names all axes as `jnp.einsum` does: `"...mk,kn->...mn"`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit not in mesh.axis_types:
         return function(*operands)
+    *inputs, result = [axes.removeprefix("...") for axes in re.split(",|->", formula)]
+    leading = [a.ndim - len(own) for a, own in zip(operands, inputs, strict=True)]
+    # From the end: leading axes broadcast.
+    names = [[f"b{n}" for n in range(count, 0, -1)] for count in (*leading, max(leading))]
+    *operand_axes, result_axes = [[*a, *b] for a, b in zip(names, (*inputs, result), strict=True)]
     types = zip(map(jax.typeof, operands), operand_axes, strict=True)
     split = _assign_mesh_axes(mesh, types, result_axes)
     place = P(*[split.get(name) for name in result_axes])
-    # Given a function, auto_axes returns one; its type is also that of what it returns
-    # without.
+    # Given a function, auto_axes returns one; its type is also that of what it returns without.
     return jax.sharding.auto_axes(function, out_sharding=place)(*operands)  # pyright: ignore[reportReturnType]
 
 
 def vary_alike(*operands: AnyArray) -> list[AnyArray]:
-    """Returns the operands as varying over all manual axes of the mesh over which any of them does.
-
-    Under `jax.shard_map`, types tell over which axes a value varies, and rules of differentiation
-    have to keep to them. The transpose of what happens here sums the gradient of an operand that
-    all devices share.
+    """Returns the operands as varying over all manual axes of the mesh over which any of them does,
+    as types under `jax.shard_map` ask for. Transposed, it sums the gradient of an operand that all
+    devices share.
     """
-    varying = frozenset()
-    for a in operands:
-        varying |= jax.typeof(a).manual_axis_type.varying
-    if not varying:
-        return list(operands)
-    missing = [tuple(varying - jax.typeof(a).manual_axis_type.varying) for a in operands]
+    varying = [jax.typeof(a).manual_axis_type.varying for a in operands]
+    missing = [tuple(frozenset().union(*varying) - own) for own in varying]
     cast = zip(operands, missing, strict=True)
     return [jax.lax.pcast(a, axes, to="varying") if axes else a for a, axes in cast]
 

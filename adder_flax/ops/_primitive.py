@@ -33,8 +33,8 @@ try:  # JAX has no public name for this, and may give it another
 except ImportError:
     _with_devices = None
 
-# The axes of operands and results after any leading ones: m rows, n columns or keys, k
-# the width, C the width where all of a row is needed at once. `w` has the axes kn or nk.
+# The axes of operands and results after any leading ones: m rows, n columns or keys, k the width, C
+# the width where all of a row is needed at once. `w` has the axes kn or nk.
 _FORMULAS = {
     "l1": "mk,w->mn",
     "l1_pushforward": "mk,w,mk->mn",
@@ -53,6 +53,11 @@ _FORMULAS = {
     "layer_norm_pushforward": "mC,C,C,mC,C,C->mC",
     "layer_norm_pullback": "mC,C,C,mC->mC,C,C",
 }
+# What these two are to one of both operands alone.
+_SIDES = {
+    "l1_pushforward_both": ("l1_pushforward", "l1_pushforward_w"),
+    "l1_pullback": ("l1_pullback_x", "l1_pullback_w"),
+}
 _TRANSPOSES = {
     "l1_pushforward": "l1_pullback_x",
     "l1_pushforward_w": "l1_pullback_w",
@@ -60,12 +65,12 @@ _TRANSPOSES = {
     "additive_pushforward": "additive_pullback",
     "layer_norm_pushforward": "layer_norm_pullback",
 }
+_TRANSPOSES |= {pullback: pushforward for pushforward, pullback in _TRANSPOSES.items()}
 # What other functions are a part of, by name: `formula(backend, *operands, **options)`, for
 # backends without a kernel of their own for all of it. Derivatives are those of the formula.
 composed: dict[str, Callable] = {}
 # Functions of three operands, any of which may have a tangent.
 _OF_THREE = ("additive", "layer_norm")
-_TRANSPOSES |= {pullback: pushforward for pushforward, pullback in _TRANSPOSES.items()}
 
 _pairs = Primitive("adder_flax_pairs")
 _pairs.multiple_results = True
@@ -74,9 +79,8 @@ _pairs.multiple_results = True
 def call(backend: Backend, method: str, *operands: AnyArray, **options) -> Any:
     """Calls a function of a backend, as a primitive of JAX.
 
-    Operands have the same number of leading axes, none to many, where the function expects one, and
-    so has what it returns. Options are its other arguments, hashable; for `l1` itself, beside
-    `axes`, the rules of both gradients.
+    Operands and results have any number of leading axes where the function has one. Options are its
+    other arguments, hashable; for `l1` itself, beside `axes`, the rules of both gradients.
     """
     mesh = jax.sharding.get_abstract_mesh()
     given, static = tuple(options.items()), dict(backend=backend, method=method, mesh=mesh)
@@ -85,10 +89,8 @@ def call(backend: Backend, method: str, *operands: AnyArray, **options) -> Any:
 
 
 def formula(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """Returns, for those who read programs, what an equation of a jaxpr computes, as the plain
-    formula: the program of the reference backend, or None for what is not of this package.
-
-    The functions of this package are one primitive there, whatever kernel will run.
+    """Returns what an equation of a jaxpr computes, whatever kernel will run, as the plain formula:
+    the program of the reference backend, or None for what is not of this package.
 
     >>> from adder_flax import ops
     >>> traced = jax.make_jaxpr(ops.l1_scores)(jnp.ones((2, 3)), jnp.ones((4, 3)))
@@ -122,8 +124,7 @@ def byte_terms(equation: JaxprEqn) -> int | None:
 
 
 @functools.cache
-def _own_axes(method: str, axes: str = "") -> list[list[str]]:
-    """Returns the axes of the operands and of the results of a function, where `w` has `axes`."""
+def _own_axes(method: str, axes: str = "") -> list[list[str]]:  # of operands, and of results
     sides = _FORMULAS[method].replace("w", axes).split("->")
     return [side.split(",") for side in sides]
 
@@ -160,7 +161,6 @@ _pairs.def_abstract_eval(_abstract_eval)
 
 
 def _function(backend: Backend, method: str, options: dict) -> Callable:
-    """Returns a function of a backend, on operands with one leading axis."""
     if method == "l1":
         return functools.partial(backend.l1, axes=options["axes"])
     if "rule" in options and options["rule"].name == "full":
@@ -181,8 +181,7 @@ def _on_leading_axes(backend: Backend, method: str, options: dict) -> Callable:
             (batch,) = set(leading)
             joined = [a.reshape(math.prod(batch), *a.shape[len(batch) :]) for a in operands]
             return jax.tree.map(lambda a: a.reshape(*batch, *a.shape[1:]), function(*joined))
-        # Backends and their kernels know how not to repeat what is shared along a mapped
-        # axis.
+        # Backends and their kernels know how not to repeat what is shared along a mapped axis.
         shared = [axes[0] == 1 for axes in leading]
         given = zip(operands, shared, strict=True)
         operands = [jnp.squeeze(a, 0) if one else a for a, one in given]
@@ -194,15 +193,13 @@ def _on_leading_axes(backend: Backend, method: str, options: dict) -> Callable:
 
 
 def _split(backend: Backend, method: str, options: dict, operands: Sequence, how: str) -> Callable:
-    """Returns a function of a backend, on operands of these shapes, split in one of the ways."""
     function = _on_leading_axes(backend, method, options)
     if how == "compiler":
         return function
     operand_axes, result_axes = _own_axes(method, options.get("axes", ""))
     leading = _leading(operands, operand_axes)
     batch = jnp.broadcast_shapes(*leading)
-    # Leading axes of length one that others do not have are left away where the function
-    # is split.
+    # Leading axes of length one that others do not have are left away where the function is split.
     lacking = [
         tuple(i for i, length in enumerate(axes) if length == 1 and batch[i] != 1)
         for axes in leading
@@ -244,8 +241,7 @@ def _lower(
         return mlir.lower_fun(results)(context, *operands)
 
 
-def _devices(axis_context) -> tuple[int, bool]:
-    """Returns on how many devices a program being lowered runs, and if it is written for each."""
+def _devices(axis_context) -> tuple[int, bool]:  # how many, and if it is written for each
     if isinstance(axis_context, mlir.ShardingContext):
         return axis_context.num_devices, False
     mesh = axis_context.mesh
@@ -282,14 +278,6 @@ def _batch(operands, dims, **static):
 batching.primitive_batchers[_pairs] = _batch
 
 
-# What `l1_pushforward_both` and `l1_pullback` are to one of the two operands alone.
-_ONE_SIDE = {"l1_pushforward_both": ("l1_pushforward", "l1_pushforward_w")}
-_ONE_SIDE_TRANSPOSED = {
-    "l1_pushforward_both": ("l1_pullback_x", "l1_pullback_w"),
-    "l1_pullback": ("l1_pushforward", "l1_pushforward_w"),
-}
-
-
 def _present(tangents) -> list[int]:
     return [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
 
@@ -319,7 +307,6 @@ ad.primitive_jvps[_pairs] = _jvp
 
 
 def _l1_tangents(bind, operands, tangents, present, options):
-    """The derivative of the L1 sum by the declared rules."""
     axes, rules = ("axes", options["axes"]), (options["x_rule"], options["w_rule"])
     if present == [0, 1] and rules[0] == rules[1] and rules[0].name != "full":
         given = ("rule", rules[0]), axes
@@ -340,8 +327,8 @@ def _linear_tangents(bind, operands, tangents, method, options, first):
     or the cotangent, from the operand `first` on.
     """
     present = [i for i in _present(tangents) if i >= first]
-    if method in _ONE_SIDE and len(present) == 1:
-        method = _ONE_SIDE[method][present[0] - first]
+    if method == "l1_pushforward_both" and len(present) == 1:
+        method = _SIDES[method][present[0] - first]
         moved = [tangents[present[0]]]
     else:
         moved = map(ad.instantiate_zeros, tangents[first:])
@@ -360,29 +347,20 @@ def _second_order_tangents(operands, tangents, method, options, first):
 
 def _transpose(cotangents, *operands, backend, method, options, mesh):
     first = 3 if method.startswith(_OF_THREE) else 2
-    present: list[int] = []
+    present = [i for i, a in enumerate(operands) if ad.is_undefined_primal(a)]
     results: list[Any] = [None] * len(operands)
-    for i, a in enumerate(operands):
-        if ad.is_undefined_primal(a):
-            results[i] = ad.Zero(a.aval)
-            present.append(i)
+    for i in present:
+        results[i] = ad.Zero(operands[i].aval)
     given, transposed = _present(cotangents), _TRANSPOSES[method]
     if not given:
         return results
-    if method == "l1_pullback" and len(given) == 1:
-        transposed = _ONE_SIDE_TRANSPOSED[method][given[0]]
-        cotangents = [cotangents[given[0]]]
-    if method == "l1_pushforward_both" and len(present) == 1:
-        transposed = _ONE_SIDE_TRANSPOSED[method][present[0] - first]
+    sides = given if method == "l1_pullback" else [i - first for i in present]
+    if method in _SIDES and len(sides) == 1:
+        transposed = _TRANSPOSES[_SIDES[method][sides[0]]]
+        cotangents = [cotangents[i] for i in given]
     cotangents = map(ad.instantiate_zeros, cotangents)
-    gradients = _pairs.bind(
-        *operands[:first],
-        *cotangents,
-        backend=backend,
-        method=transposed,
-        options=options,
-        mesh=mesh,
-    )
+    static = dict(backend=backend, method=transposed, options=options, mesh=mesh)
+    gradients = _pairs.bind(*operands[:first], *cotangents, **static)
     if method.startswith(_OF_THREE) and method.endswith("pushforward"):
         gradients = [gradients[i - first] for i in present]
     for i, gradient in zip(present, gradients, strict=True):

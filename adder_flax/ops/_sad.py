@@ -5,16 +5,11 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Int32, Integer, UInt8
+from jaxtyping import Array, ArrayLike, Float, Int32, UInt8
 
 from adder_flax.ops._backend import left_to_compiler, resolve_backend
-from adder_flax.ops._functions import (
-    as_floating,
-    broadcast_pairs,
-    pair_axes,
-    result_axes,
-)
-from adder_flax.ops._partition import keep_explicit_axes, vary_alike
+from adder_flax.ops._functions import as_floating, broadcast_pairs
+from adder_flax.ops._partition import keep_explicit_axes
 from adder_flax.ops._primitive import call, composed
 
 # Sums of so many terms, each up to 255, are below 2^31.
@@ -24,41 +19,31 @@ MOST_TERMS = 2**23
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SadWeights:
-    """Weights of `sad_matmul` in the order in which kernels read them, made by `sad_pack`.
+    """Weights of `sad_matmul` in the order in which kernels read them, made by `sad_pack`."""
 
-    Attributes:
-      columns: those of w, each contiguous.
-    """
-
-    columns: UInt8[Array, "N K"]
+    columns: UInt8[Array, "N K"]  # of w, each contiguous
 
 
-def sad_pack(w: Integer[ArrayLike, "K N"] | SadWeights) -> SadWeights:
+def sad_pack(w: UInt8[ArrayLike, "K N"] | SadWeights) -> SadWeights:
     """Puts weights into the order in which kernels read them, once for all calls.
-
-    Args:
-      w: uint8, or int8, which is shifted by 128.
 
     Raises:
       ValueError: if w is no matrix, or has more than 2²³ rows.
-      TypeError: if w is not of bytes.
+      TypeError: if w is not of uint8.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from adder_flax import ops
-      >>> ops.sad_pack(jnp.zeros((8, 3), jnp.uint8)).columns.shape
-      (3, 8)
+    >>> sad_pack(jnp.zeros((8, 3), jnp.uint8)).columns.shape
+    (3, 8)
     """
     if isinstance(w, SadWeights):
         return w
-    w = _as_bytes("w", w)
+    w = _as_bytes(w=w)
     if w.ndim != 2:
         raise ValueError(f"expected w of shape (K, N), got {w.shape}; reshape it to a matrix")
     return SadWeights(w.T)
 
 
 def sad_matmul(
-    x: Integer[ArrayLike, "*batch K"], w: Integer[ArrayLike, "K N"] | SadWeights
+    x: UInt8[ArrayLike, "*batch K"], w: UInt8[ArrayLike, "K N"] | SadWeights
 ) -> Int32[Array, "*batch N"]:
     r"""The adder product of bytes, without its sign: exact integers, the same on every backend.
 
@@ -68,66 +53,49 @@ def sad_matmul(
     gradient, as nothing of integers has; a layer that learns through it says what stands for one.
 
     Args:
-      x: any leading axes; the last one is contracted. uint8, or int8.
-      w: weights; the first axis is contracted. uint8 where x is, int8 where x is (both are then
-        shifted by 128, which changes no difference), or such bytes packed by `sad_pack`.
+      x, w: the last axis of the one and the first of the other are contracted; w may be packed by
+        `sad_pack`.
 
     Raises:
       ValueError: if the shapes do not fit, or K is over 2²³, where sums leave int32.
-      TypeError: if x and w are not both of uint8 or both of int8.
+      TypeError: if x or w is not of uint8.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from adder_flax import ops
-      >>> x, w = jnp.array([[1, 2]], jnp.uint8), jnp.array([[0, 1], [0, 255]], jnp.uint8)
-      >>> print(ops.sad_matmul(x, w))
-      [[  3 253]]
+    >>> x, w = jnp.array([[1, 2]], jnp.uint8), jnp.array([[0, 1], [0, 255]], jnp.uint8)
+    >>> print(sad_matmul(x, w))
+    [[  3 253]]
     """
-    if not isinstance(w, SadWeights):
-        _check_alike("x", x, "w", w)
-    rows, columns = _as_bytes("x", x), sad_pack(w).columns
+    rows, columns = _as_bytes(x=x), sad_pack(w).columns
     _check_terms(rows, columns)
 
     def product(x, columns):
         flat = x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1])
-        y = call(resolve_backend(jnp.float32), "sad", *vary_alike(flat, columns[None]))
+        y = call(resolve_backend(jnp.float32), "sad", flat, columns[None])
         return y.reshape(*x.shape[:-1], columns.shape[0])
 
-    leading = [f"b{axis}" for axis in range(rows.ndim - 1)]
-    axes = [[*leading, "k"], ["n", "k"]]
-    return keep_explicit_axes(product, [rows, columns], axes, [*leading, "n"])
+    return keep_explicit_axes(product, "...k,nk->...n", rows, columns)
 
 
 def sad_scores(
-    query: Integer[ArrayLike, "*#batch Nq d"], key: Integer[ArrayLike, "*#batch Nk d"]
+    query: UInt8[ArrayLike, "*#batch Nq d"], key: UInt8[ArrayLike, "*#batch Nk d"]
 ) -> Int32[Array, "*batch Nq Nk"]:
     r"""The scores of adder attention of bytes, without their sign: exact integers.
 
     .. math:: s_{ij} = \sum_c |q_{ic} - k_{jc}|
 
-    Args:
-      query: any leading axes, broadcast against those of `key`. uint8, or int8.
-      key: of the same dtype.
-
     Raises:
       ValueError: if the shapes do not fit, or d is over 2²³.
-      TypeError: if query and key are not both of uint8 or both of int8.
+      TypeError: if query or key is not of uint8.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from adder_flax import ops
-      >>> query, key = jnp.array([[0, 0], [1, 1]], jnp.int8), jnp.array([[-128, 3]], jnp.int8)
-      >>> print(ops.sad_scores(query, key).T)
-      [[131 131]]
+    >>> query, key = jnp.array([[0, 0], [1, 1]], jnp.uint8), jnp.array([[128, 3]], jnp.uint8)
+    >>> print(sad_scores(query, key).T)
+    [[131 129]]
     """
-    _check_alike("query", query, "key", key)
-    query, key = _as_bytes("query", query), _as_bytes("key", key)
+    query, key = _as_bytes(query=query), _as_bytes(key=key)
 
     def scores(query, key):
         return call(resolve_backend(jnp.float32), "sad", *broadcast_pairs(query, key))
 
-    axes = [pair_axes(query, "mk"), pair_axes(key, "nk")]
-    return keep_explicit_axes(scores, [query, key], axes, result_axes(query, key))
+    return keep_explicit_axes(scores, "...mk,...nk->...mn", query, key)
 
 
 def to_bytes(
@@ -138,11 +106,8 @@ def to_bytes(
 ) -> UInt8[Array, "..."]:
     """Returns the byte, from 0 to `levels`, of the nearest number lowest + step · byte.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from adder_flax import ops
-      >>> ops.to_bytes(jnp.array([-9.0, 0.4, 1.6, 9.0]), -1.0, 1.0, 3).tolist()
-      [0, 1, 3, 3]
+    >>> to_bytes(jnp.array([-9.0, 0.4, 1.6, 9.0]), -1.0, 1.0, 3).tolist()
+    [0, 1, 3, 3]
     """
     # A product for each number, in place of a division.
     steps = jnp.round((jnp.asarray(x, jnp.float32) - lowest) * (1 / step))
@@ -180,13 +145,10 @@ def sad_norm(
     Raises:
       ValueError: if the shapes do not fit.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from adder_flax import ops
-      >>> x, w = jnp.array([[1, 2]], jnp.uint8), jnp.array([[0, 1], [0, 4]], jnp.uint8)
-      >>> own = dict(excess=jnp.zeros(2), scale=jnp.ones(2), bias=jnp.zeros(2), epsilon=0.0)
-      >>> ops.sad_norm(x, ops.sad_pack(w), grid=(0.0, 1.0, 255), **own).tolist()  # of -3 and -2
-      [[-1.0, 1.0]]
+    >>> x, w = jnp.array([[1, 2]], jnp.uint8), jnp.array([[0, 1], [0, 4]], jnp.uint8)
+    >>> own = dict(excess=jnp.zeros(2), scale=jnp.ones(2), bias=jnp.zeros(2), epsilon=0.0)
+    >>> sad_norm(x, sad_pack(w), grid=(0.0, 1.0, 255), **own).tolist()  # of -3 and -2
+    [[-1.0, 1.0]]
     """
     x = jnp.asarray(x)
     if x.dtype != jnp.uint8:
@@ -202,13 +164,10 @@ def sad_norm(
 
     def normed(x, columns, table, ends):
         flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        operands = vary_alike(flat, columns, table, ends)
-        y = call(resolve_backend(jnp.float32), "sad_norm", *operands, **how)
+        y = call(resolve_backend(jnp.float32), "sad_norm", flat, columns, table, ends, **how)
         return y.reshape(*x.shape[:-1], columns.shape[0])
 
-    leading = [f"b{axis}" for axis in range(x.ndim - 1)]
-    axes = [[*leading, "k"], ["n", "k"], ["row", "n"], ["end"]]
-    return keep_explicit_axes(normed, [x, w.columns, table, ends], axes, [*leading, "n"])
+    return keep_explicit_axes(normed, "...k,nk,tn,e->...n", x, w.columns, table, ends)
 
 
 @left_to_compiler
@@ -250,13 +209,10 @@ def sad_attention(
     Raises:
       ValueError: if the shapes do not fit.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from adder_flax import ops
-      >>> x = jnp.array([[[0.0]], [[4.0]]])
-      >>> y = ops.sad_attention(x, x, x, lowest=0.0, step=1.0, levels=15, factor=99.0)
-      >>> jnp.round(y[:, 0, 0], 6).tolist()
-      [0.0, 4.0]
+    >>> x = jnp.array([[[0.0]], [[4.0]]])
+    >>> y = sad_attention(x, x, x, lowest=0.0, step=1.0, levels=15, factor=99.0)
+    >>> jnp.round(y[:, 0, 0], 6).tolist()
+    [0.0, 4.0]
     """
     arrays = [jnp.asarray(a, jnp.float32) for a in (query, key, value)]
     shapes = [a.shape for a in arrays]
@@ -276,13 +232,10 @@ def sad_attention(
     def attended(*operands):
         *arrays, heads = operands
         flat = [a.reshape(math.prod(a.shape[:-3]), *a.shape[-3:]) for a in arrays]
-        operands = vary_alike(*flat, heads)
-        y = call(resolve_backend(jnp.float32), "sad_attention", *operands, levels=levels)
+        y = call(resolve_backend(jnp.float32), "sad_attention", *flat, heads, levels=levels)
         return y.reshape(*arrays[0].shape[:-1], y.shape[-1])
 
-    leading = [f"b{axis}" for axis in range(arrays[0].ndim - 3)]
-    axes = [*([*leading, *own] for own in ("mhd", "nhd", "nhv")), ["h", "part"]]
-    return keep_explicit_axes(attended, [*arrays, heads], axes, [*leading, *"mhv"])
+    return keep_explicit_axes(attended, "...mhd,...nhd,...nhv,hp->...mhv", *arrays, heads)
 
 
 @left_to_compiler
@@ -307,12 +260,9 @@ def shared_grid(
 
     They reach as far as both arrays do, three deviations from the mean at most.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from adder_flax import ops
-      >>> lowest, step = ops.shared_grid(jnp.array([0.0, 3.0]), jnp.array([-1.0, 7.0]), bits=2)
-      >>> float(lowest), float(step)
-      (0.0, 1.0)
+    >>> lowest, step = shared_grid(jnp.array([0.0, 3.0]), jnp.array([-1.0, 7.0]), bits=2)
+    >>> float(lowest), float(step)
+    (0.0, 1.0)
     """
     ends = [_reach(array.astype(jnp.float32)) for array in as_floating(a=a, b=b)]
     lowest, highest = jnp.maximum(ends[0][0], ends[1][0]), jnp.minimum(ends[0][1], ends[1][1])
@@ -330,16 +280,9 @@ def round_alike(
     al., 2013, https://arxiv.org/abs/1308.3432). Numbers beyond the grid stay as they are, as
     clamping them would take from all sums the same.
 
-    Args:
-      a, b: what is to be compared.
-      bits: from 1 to 8.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from adder_flax import ops
-      >>> a, b = ops.round_alike(jnp.array([0.0, 1.2, 3.0]), jnp.array([0.0, 1.8, 7.0]), bits=2)
-      >>> a.tolist(), b.tolist()
-      ([0.0, 1.0, 3.0], [0.0, 2.0, 7.0])
+    >>> a, b = round_alike(jnp.array([0.0, 1.2, 3.0]), jnp.array([0.0, 1.8, 7.0]), bits=2)
+    >>> a.tolist(), b.tolist()
+    ([0.0, 1.0, 3.0], [0.0, 2.0, 7.0])
     """
     a, b = as_floating(a=a, b=b)
     lowest, step = shared_grid(a, b, bits=bits)
@@ -368,20 +311,12 @@ def _check_terms(x, columns):
         )
 
 
-def _check_alike(name, array, other_name, other):
-    if (dtype := jnp.result_type(array)) != jnp.result_type(other):
-        raise TypeError(
-            f"expected `{name}` and `{other_name}` both of uint8 or both of int8; got {dtype} and "
-            f"{jnp.result_type(other)}; round both on one scale, as adder_flax.quantized does"
-        )
-
-
-def _as_bytes(name: str, array) -> jax.Array:
-    """Returns an array of bytes as uint8, int8 shifted by 128."""
+def _as_bytes(**arrays) -> jax.Array:
+    ((name, array),) = arrays.items()
     array = jnp.asarray(array)
-    if array.dtype not in (jnp.uint8, jnp.int8):
+    if array.dtype != jnp.uint8:
         raise TypeError(
-            f"expected `{name}` in uint8 or int8; got {array.dtype}; round it first, as "
+            f"expected `{name}` in uint8; got {array.dtype}; round it first, as "
             "adder_flax.quantized.quantize does"
         )
     terms = array.shape[0 if name == "w" else -1] if array.ndim else 0
@@ -390,6 +325,4 @@ def _as_bytes(name: str, array) -> jax.Array:
             f"expected sums of at most 2**23 = {MOST_TERMS} bytes, which fit into int32; got "
             f"{terms} in `{name}`; cut the sum into parts"
         )
-    if array.dtype == jnp.int8:
-        return jax.lax.bitcast_convert_type(array, jnp.uint8) ^ jnp.uint8(128)
     return array

@@ -28,8 +28,7 @@ def _blocked_sum(term, operands, init):
     compute the terms of a block again.
 
     Args:
-      term: function from one slice of each operand to an array (or a tree of arrays) shaped like
-        `init`.
+      term: function from one slice of each operand to an array shaped like `init`.
       operands: arrays whose first axis is the contracted one.
       init: zeros.
     """
@@ -37,20 +36,19 @@ def _blocked_sum(term, operands, init):
     if length > LONGEST_RUN:
 
         def add_run(total, run):
-            return jax.tree.map(jnp.add, total, _blocked_sum(term, run, init))
+            return total + _blocked_sum(term, run, init)
 
         return _scan_parts(add_run, operands, init, LONGEST_RUN)
 
     def add_terms(total, slices):
         for i in range(slices[0].shape[0]):
-            total = jax.tree.map(jnp.add, total, term(*[s[i] for s in slices]))
+            total = total + term(*[s[i] for s in slices])
         return total
 
     return _scan_parts(jax.checkpoint(add_terms), operands, init, BLOCK)
 
 
 def _scan_parts(add_part, operands, init, size):
-    """Returns what `add_part(total, parts)` makes of `init` with all parts in order."""
     parts, remainder = divmod(operands[0].shape[0], size)
     if parts:
         init, _ = vary_alike(init, operands[0])
@@ -139,8 +137,8 @@ class XlaBackend(Backend):
             d_preactivation = g * v_k[:, None, None] * (1 - hidden**2)
             return d_preactivation.sum(2), d_preactivation.sum(1), (g * hidden).sum((1, 2))
 
-        # One hidden unit at a time: its three sums reduce over both axes of g, so there
-        # is no running total to block.
+        # One hidden unit at a time: its three sums reduce over both axes of g, so there is no
+        # running total to block.
         units = _leading(query, 2), _leading(key, 2), _leading(v, 1)
         dq, dk, dv = lax.map(one_hidden_unit, units)
         return jnp.moveaxis(dq, 0, 2), jnp.moveaxis(dk, 0, 2), jnp.moveaxis(dv, 0, 1)

@@ -29,12 +29,10 @@
 
 namespace {
 
-// ---------------------------------------------------------------------------------------------------------------------
 // Vectors: kLanes columns of kStep bytes. A tile is as large as the registers hold: kRows x kVecs vectors of sums, those of
 // the panel, the broadcast bytes and a distance. Vectors come in pairs, of even and of odd columns: Join puts the sums of
 // two next to each other, without a shuffle (x86 often has one unit for it, that of `psadbw`) from AVX2 on. Forms that look
 // alike make compilers store the sums at every step, which a test looks for.
-// ---------------------------------------------------------------------------------------------------------------------
 
 constexpr int kStep = 8;  // bytes of a row in one lane
 
@@ -80,16 +78,6 @@ inline uint32x4_t Join(Vec even, Vec odd) {
   const uint64x2_t low = vpaddlq_u32(vpaddlq_u16(even)), high = vpaddlq_u32(vpaddlq_u16(odd));
   return vreinterpretq_u32_u64(vsliq_n_u64(low, high, 32));
 }
-#else
-using Vec = int64_t;
-constexpr int kLanes = 1, kRows = 4, kVecs = 2;
-inline Vec Broadcast(const uint8_t* p) { return Read(p); }
-inline Vec Load(const uint8_t* p) { return Read(p); }
-inline Vec AddDistances(Vec sums, Vec a, Vec b) {
-  for (int i = 0; i < 64; i += 8) sums += std::abs(int(a >> i & 255) - int(b >> i & 255));
-  return sums;
-}
-inline Vec Join(Vec even, Vec odd) { return even | odd << 32; }
 #endif
 
 using Pair = Ints<2 * kLanes>;
@@ -100,9 +88,7 @@ constexpr int kWidth = kVecs * kLanes;  // columns of a panel
 constexpr int64_t kPiece = 1024;
 constexpr int64_t kChunk = 48;  // rows, a multiple of kRows
 
-// ---------------------------------------------------------------------------------------------------------------------
-// A block of one matrix
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- A block of one matrix ----
 
 // Where a panel has a column: even and odd ones of 2 * kLanes are in a vector each.
 constexpr int64_t Place(int64_t column) {
@@ -256,9 +242,7 @@ class Panels {
   uint8_t* room_;
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
-// What stands between sums. Loops over the numbers of a row, which compilers turn into vectors.
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- What stands between sums: loops over the numbers of a row, which compilers turn into vectors ----
 
 // Half to even, for |x| below 2^22.
 inline float Nearest(float x) { return (x + 12582912.0f) - 12582912.0f; }
@@ -368,7 +352,7 @@ struct Layer {
 };
 
 // Vectors of floats, as wide as those of sums.
-constexpr int kFloats = sizeof(Vec) < 16 ? 4 : sizeof(Vec) / sizeof(float), kMixed = 2 * kFloats;
+constexpr int kFloats = sizeof(Vec) / sizeof(float), kMixed = 2 * kFloats;
 using Floats __attribute__((vector_size(kFloats * sizeof(float)))) = float;
 
 inline Floats LoadFloats(const float* p) {
@@ -461,9 +445,7 @@ class Head {
   float *excess_, *values_;
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
-// What Python calls
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- What Python calls ----
 
 using Bytes = ffi::Buffer<ffi::DataType::U8>;
 using Numbers = ffi::Buffer<ffi::DataType::F32>;

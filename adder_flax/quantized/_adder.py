@@ -21,12 +21,9 @@ CLAMPED_SHARES = (0.0, 1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The numbers lowest + scale · byte, for bytes from 0 to 2^bits - 1.
+    """The numbers lowest + scale · byte, for bytes from 0 to 2^bits - 1, with `bits` from 1 to 8.
 
-    Attributes:
-      lowest: the least of them; of several grids an array, which broadcasts against the numbers.
-      scale: from one to the next, likewise.
-      bits: from 1 to 8; a byte of memory each, however few.
+    Of several grids `lowest` and `scale` are arrays, which broadcast against the numbers.
     """
 
     lowest: Float[ArrayLike, "..."]
@@ -46,25 +43,18 @@ class Grid:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdderWeights:
-    """Weights of an adder layer on a grid, made by `quantize_weights`.
+    """Weights of an adder layer on a grid, made by `quantize_weights`."""
 
-    Attributes:
-      packed: their bytes.
-      excess: what clamping took from the sum of each output.
-      grid: that of the weights and the inputs.
-    """
-
-    packed: ops.SadWeights
-    excess: Float[Array, " out_features"]
-    grid: Grid
+    packed: ops.SadWeights  # their bytes
+    excess: Float[Array, " out_features"]  # what clamping took from the sum of each output
+    grid: Grid  # of the weights and the inputs
 
 
 def quantize(x: Float[ArrayLike, "..."], grid: Grid) -> UInt8[Array, "..."]:
     """Returns the bytes of the nearest numbers of a grid.
 
-    Example:
-      >>> quantize(jnp.array([-9.0, 0.4, 1.6, 9.0]), Grid(lowest=-1.0, scale=1.0, bits=2)).tolist()
-      [0, 1, 3, 3]
+    >>> quantize(jnp.array([-9.0, 0.4, 1.6, 9.0]), Grid(lowest=-1.0, scale=1.0, bits=2)).tolist()
+    [0, 1, 3, 3]
     """
     return ops.to_bytes(x, grid.lowest, grid.scale, grid.levels)
 
@@ -82,17 +72,9 @@ def quantize_weights(
     NeurIPS 2022). The second term does not depend on x: its sum over the inputs is a bias of the
     output.
 
-    Args:
-      kernel: W of the layer.
-      grid: from `calibrate`.
-
-    Returns:
-      AdderWeights.
-
-    Example:
-      >>> weights = quantize_weights(jnp.array([[0.0], [9.0]]), Grid(lowest=0.0, scale=1.0, bits=2))
-      >>> weights.packed.columns.tolist(), weights.excess.tolist()
-      ([[0, 3]], [6.0])
+    >>> weights = quantize_weights(jnp.array([[0.0], [9.0]]), Grid(lowest=0.0, scale=1.0, bits=2))
+    >>> weights.packed.columns.tolist(), weights.excess.tolist()
+    ([[0, 3]], [6.0])
     """
     kernel = jnp.asarray(kernel, jnp.float32)
     excess = jnp.abs(kernel - grid.clamp(kernel)).sum(0)
@@ -118,13 +100,9 @@ def adder_linear(
         then unknown; it is the same for all outputs, and a LayerNorm behind takes it off.
       weights: from `quantize_weights`.
 
-    Returns:
-      The sums in float32.
-
-    Example:
-      >>> weights = quantize_weights(jnp.array([[0.0], [9.0]]), Grid(lowest=0.0, scale=1.0, bits=2))
-      >>> adder_linear(jnp.array([-1.0, 2.0]), weights).tolist()  # |-1 - 0| + |2 - 9|
-      [-8.0]
+    >>> weights = quantize_weights(jnp.array([[0.0], [9.0]]), Grid(lowest=0.0, scale=1.0, bits=2))
+    >>> adder_linear(jnp.array([-1.0, 2.0]), weights).tolist()  # |-1 - 0| + |2 - 9|
+    [-8.0]
     """
     x, grid, excess = jnp.asarray(x), weights.grid, weights.excess
     if x.dtype != jnp.uint8:
@@ -148,18 +126,16 @@ def calibrate(
     with the smallest mean squared error is returned.
 
     Args:
-      inputs: of the layer, some hundred rows or more.
-      kernel: W of the layer.
+      inputs, kernel: of the layer, some hundred rows or more, and its W.
       bits: from 1 to 8.
       clamped_shares: of the inputs, and of the weights, that may lie beyond either end.
 
     Raises:
       ValueError: other bits, no inputs, or inputs of another width or not finite.
 
-    Example:
-      >>> grid = calibrate(jnp.array([[0.0, 2.0]]), jnp.array([[1.0], [9.0]]), clamped_shares=[0.0])
-      >>> float(grid.lowest), float(grid.scale * grid.levels)  # from 1 to 2
-      (1.0, 1.0)
+    >>> grid = calibrate(jnp.array([[0.0, 2.0]]), jnp.array([[1.0], [9.0]]), clamped_shares=[0.0])
+    >>> float(grid.lowest), float(grid.scale * grid.levels)  # from 1 to 2
+    (1.0, 1.0)
     """
     check_bits(bits)
     inputs, kernel = np.asarray(inputs, np.float32), np.asarray(kernel, np.float32)
@@ -183,7 +159,7 @@ def check_bits(bits: int) -> None:
 
 
 def check_finite(*arrays: np.ndarray) -> None:
-    """Raises ValueError for numbers that no grid has, of which one would spoil a layer's."""
+    """Raises ValueError for numbers that no grid has."""
     if not all(np.isfinite(array).all() for array in arrays):
         raise ValueError(
             "expected finite numbers to choose a grid by, got NaN or infinite ones; leave out the "

@@ -9,13 +9,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, UInt8
 
 from adder_flax import layers, ops
-from adder_flax.quantized._adder import (
-    AdderWeights,
-    Grid,
-    adder_linear,
-    calibrate,
-    quantize_weights,
-)
+from adder_flax.quantized import _adder
+from adder_flax.quantized._adder import AdderWeights, Grid, adder_linear
 
 
 class AdderLinear(nnx.Module):
@@ -75,12 +70,12 @@ class AdderLinear(nnx.Module):
         if layer.bits == bits:
             grid = Grid(*ops.shared_grid(inputs, kernel, bits=bits), bits)
         else:
-            grid = calibrate(inputs, kernel, bits=bits, **options)
-        return cls.of_weights(layer, quantize_weights(kernel, grid))
+            grid = _adder.calibrate(inputs, kernel, bits=bits, **options)
+        return cls.of_weights(layer, _adder.quantize_weights(kernel, grid))
 
     @classmethod
     def of_weights(cls, layer: layers.AdderLinear, weights: AdderWeights) -> "AdderLinear":
-        """Returns a layer in few bits with weights of its own and the rest of another."""
+        """Returns a layer with weights of its own and the rest of another."""
         return cls(
             weights,
             norm=None if layer.norm is None else nnx.clone(layer.norm),
@@ -91,15 +86,14 @@ class AdderLinear(nnx.Module):
     def __call__(
         self, inputs: Float[Array, "*batch in_features"] | UInt8[Array, "*batch in_features"]
     ) -> Float[Array, "*batch out_features"]:
-        if self.norm is not None:
-            own = jax.tree.leaves(nnx.state(self.norm))
-            dtype = jnp.result_type(inputs, *own) if self.dtype is None else self.dtype
-            if is_fused(self.norm):
-                return self.normed(inputs).astype(dtype)
-            norm: Any = self.norm
-            return norm(adder_linear(inputs, self.weights)).astype(dtype)
-        sums = adder_linear(inputs, self.weights)
-        return sums if self.bias is None else sums + self.bias
+        norm: Any = self.norm
+        if norm is None:
+            sums = adder_linear(inputs, self.weights)
+            return sums if self.bias is None else sums + self.bias
+        own = jax.tree.leaves(nnx.state(norm))
+        dtype = jnp.result_type(inputs, *own) if self.dtype is None else self.dtype
+        normed = self.normed if is_fused(norm) else lambda x: norm(adder_linear(x, self.weights))
+        return normed(inputs).astype(dtype)
 
     def normed(
         self,

@@ -36,14 +36,13 @@ def quantize_model(model: nnx.Module, *inputs: Any, bits: int = 8) -> nnx.Module
     Raises:
       ValueError: the model has neither, or as `calibrate` and `AdderLinear.from_layer` say.
 
-    Example:
-      >>> from adder_flax.models import VisionTransformer
-      >>> sizes = dict(image_size=4, patch_size=2, channels=1, width=16, depth=1, num_heads=2)
-      >>> model = VisionTransformer(**sizes, score="adder", mlp_linear="adder", rngs=nnx.Rngs(0))
-      >>> images = nnx.Rngs(1).normal((20, 4, 4, 1))
-      >>> few = quantize_model(model, images)
-      >>> bool(jnp.allclose(few(images), model(images), atol=0.05)), type(few.blocks[0].mlp.fc1)
-      (True, <class 'adder_flax.quantized._linear.AdderLinear'>)
+    >>> from adder_flax.models import VisionTransformer
+    >>> sizes = dict(image_size=4, patch_size=2, channels=1, width=16, depth=1, num_heads=2)
+    >>> model = VisionTransformer(**sizes, score="adder", mlp_linear="adder", rngs=nnx.Rngs(0))
+    >>> images = nnx.Rngs(1).normal((20, 4, 4, 1))
+    >>> few = quantize_model(model, images)
+    >>> bool(jnp.allclose(few(images), model(images), atol=0.05)), type(few.blocks[0].mlp.fc1)
+    (True, <class 'adder_flax.quantized._linear.AdderLinear'>)
     """
     wanted = {"adder": ["rows"], "attention": ["query", "key"]}
     _, records = recorder.record(wanted, model, *inputs)
@@ -87,9 +86,8 @@ def quantize_model(model: nnx.Module, *inputs: Any, bits: int = 8) -> nnx.Module
 def in_few_bits(model: nnx.Module) -> bool:
     """Whether a model has layers or scores in few bits, so that its answers move in steps.
 
-    Example:
-      >>> in_few_bits(layers.AdderLinear(8, 4, rngs=nnx.Rngs(0)))
-      False
+    >>> in_few_bits(layers.AdderLinear(8, 4, rngs=nnx.Rngs(0)))
+    False
     """
     for _, module in nnx.iter_modules(model):
         if isinstance(module, AdderLinear):

@@ -29,13 +29,11 @@ def byte_scores(
 
     Args:
       query, key: heads, floating.
-      lowest, step: of the grid of each head, the first axis where there is one.
-      bits: of the grid.
+      lowest, step, bits: of the grid, one for each head along a first axis.
 
-    Example:
-      >>> query, key = jnp.array([[0.0], [2.0]]), jnp.array([[1.0], [9.0]])
-      >>> byte_scores(query, key, lowest=0.0, step=1.0, bits=2).tolist()
-      [[-1.0, -9.0], [-1.0, -7.0]]
+    >>> query, key = jnp.array([[0.0], [2.0]]), jnp.array([[1.0], [9.0]])
+    >>> byte_scores(query, key, lowest=0.0, step=1.0, bits=2).tolist()
+    [[-1.0, -9.0], [-1.0, -7.0]]
     """
     lowest, step = (jnp.asarray(x, jnp.float32)[..., None, None] for x in (lowest, step))
     grid = Grid(lowest, step, bits)
@@ -48,11 +46,10 @@ def byte_scores(
 def byte_score(bits: int) -> Score:
     """The adder score in so many bits, for `attention.attend`; its parameters are the grid's.
 
-    Example:
-      >>> from adder_flax.attention import attend
-      >>> x, grid = jnp.ones((5, 2, 8)), {"lowest": jnp.zeros(2), "step": jnp.ones(2)}
-      >>> attend(x, x, x, score=byte_score(8), parameters=grid).shape
-      (5, 2, 8)
+    >>> from adder_flax.attention import attend
+    >>> x, grid = jnp.ones((5, 2, 8)), {"lowest": jnp.zeros(2), "step": jnp.ones(2)}
+    >>> attend(x, x, x, score=byte_score(8), parameters=grid).shape
+    (5, 2, 8)
     """
     adder = get_score("adder")
 
@@ -80,18 +77,13 @@ def calibrate_scores(
 
     Args:
       query, key: of some examples; heads of queries are a multiple of those of keys.
-      bits: from 1 to 8.
-      clamped_shares: of queries, and of keys, that may lie beyond either end.
+      bits, clamped_shares: as there.
 
-    Returns:
-      A grid whose `lowest` and `scale` have one number for each key head.
-
-    Example:
-      >>> rng = np.random.default_rng(0)
-      >>> heads = rng.normal(size=(2, 4, 3, 5, 8)) * np.array([1, 9, 1])[:, None, None]
-      >>> steps = calibrate_scores(*heads).scale
-      >>> bool(steps[1] > 5 * steps[0])
-      True
+    >>> rng = np.random.default_rng(0)
+    >>> heads = rng.normal(size=(2, 4, 3, 5, 8)) * np.array([1, 9, 1])[:, None, None]
+    >>> steps = calibrate_scores(*heads).scale
+    >>> bool(steps[1] > 5 * steps[0])
+    True
     """
     check_bits(bits)
     key, query = np.asarray(key, np.float32), np.asarray(query, np.float32)

@@ -257,14 +257,6 @@ def test_samples_that_are_the_same_drop_other_weights():
     assert not np.allclose(dropped[0], dropped[1])
 
 
-def test_drop_path_drops_whole_samples():
-    out = linen.DropPath(0.5).apply(
-        {}, jnp.ones((200, 3)), deterministic=False, rngs={"dropout": jax.random.key(0)}
-    )
-    assert np.all(out == out[:, :1])
-    assert 0.3 < (out == 0).mean() < 0.7
-
-
 @pytest.mark.slow
 def test_parameters_of_whole_networks_are_looked_up_and_never_drawn():
     """Linen's own errors for one that is missing or has another shape."""

@@ -1,4 +1,4 @@
-"""Greedy decoding and beam search against the enumeration of all sequences of a small model."""
+"""Beam search against the enumeration of all sequences of a small model."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adder_flax.models._decode import beam_search, greedy_decode
+from adder_flax.models._decode import beam_search
 
 SYMBOLS, END, LENGTH = 4, 1, 4
 OPTIONS = dict(end_symbol=END, max_length=LENGTH)
@@ -69,16 +69,10 @@ def test_chances_of_narrow_logits_are_summed_in_float32():
     np.testing.assert_allclose(found, [[expected]], rtol=1e-5)
 
 
-def test_one_beam_is_greedy_decoding(tables):
+def test_one_beam_takes_the_largest_logit_until_the_end(tables):
     step, state = step_of(tables, len(tables))
-    one, _ = beam_search(step, state, len(tables), num_beams=1, **OPTIONS)
-    assert one[:, 0].tolist() == greedy_decode(step, state, len(tables), **OPTIONS).tolist()
-
-
-def test_greedy_decoding_takes_the_largest_logit_until_the_end(tables):
-    step, state = step_of(tables, len(tables))
-    found = greedy_decode(step, state, len(tables), **OPTIONS)
-    for table, sequence in zip(np.asarray(tables), found.tolist(), strict=True):
+    found, _ = beam_search(step, state, len(tables), num_beams=1, **OPTIONS)
+    for table, sequence in zip(np.asarray(tables), found[:, 0].tolist(), strict=True):
         before, last, expected = END, END, []
         while len(expected) < LENGTH:
             before, last = last, int(table[before, last].argmax())
