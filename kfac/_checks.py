@@ -161,12 +161,16 @@ class Spectrum:
 
     The weights of a probe sum to 1: mass w at eigenvalue λ says that this share of the block's
     directions has an eigenvalue near λ, and Σ w f(λ) estimates tr f(F) / size.
+
+    Attributes:
+      size: parameters of a lane.
+      eigenvalues: Ritz values, ascending; the outermost ones are the block's own first.
+      weights: their shares of each probe.
     """
 
-    size: int  # parameters of a lane
-    # Ritz values, ascending; the outermost ones are the block's own first
+    size: int
     eigenvalues: Float[Array, "lane probe iteration"]
-    weights: Float[Array, "lane probe iteration"]  # their shares of each probe
+    weights: Float[Array, "lane probe iteration"]
 
     @property
     def largest(self) -> Float[Array, " lane"]:

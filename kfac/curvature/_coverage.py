@@ -31,12 +31,18 @@ class Layers:
     """The layers of a model that have curvature; printing it gives the coverage table.
 
     Layers of equal blocks are equal, so that a compiled step serves curvature of any trace.
+
+    Attributes:
+      blocks: by name, in the order of the calls.
+      skipped: name → why a layer that was met has no block.
+      shapes: path → shape of every parameter.
+      reasons: path → why the parameter has no block, where a layer with it was met.
     """
 
-    blocks: dict[str, Block]  # by name, in the order of the calls
-    skipped: dict[str, str]  # name → why a layer that was met has no block
-    shapes: dict[str, tuple[int, ...]]  # path → shape of every parameter
-    reasons: dict[str, str]  # path → why the parameter has no block, where a layer was met
+    blocks: dict[str, Block]
+    skipped: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+    reasons: dict[str, str]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layers) and [*self.blocks.items()] == [*other.blocks.items()]

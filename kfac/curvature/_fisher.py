@@ -22,11 +22,14 @@ FISHERS = ("empirical", "mc", "ggn", "enumerate")
 
 @dataclasses.dataclass(frozen=True)
 class Likelihood:
-    """A negative log-likelihood ℓ(z, y), by what curvature needs of it."""
+    """A negative log-likelihood ℓ(z, y), by what curvature needs of it.
 
-    # (key, z) → ∇_z ℓ(z, y) with y drawn from the model's own distribution at z
+    Attributes:
+      sample: (key, z) → ∇_z ℓ(z, y) with y drawn from the model's own distribution at z.
+      root: (z, ε) → B ε with B Bᵀ = ∇²_z ℓ, along the last axis of z.
+    """
+
     sample: Callable[[Array, Array], Array]
-    # (z, ε) → B ε with B Bᵀ = ∇²_z ℓ, along the last axis of z
     root: Callable[[Array, Array], Array]
 
 

@@ -34,12 +34,16 @@ class Dense:
     A matrix product of *features* φ(x) = [x, 1] with a *lifted* parameter [W; b], so its curvature
     has Kronecker structure. W and b are one block.
 
+    Attributes:
+      num_in_axes: how many leading axes of the kernel are contracted with x.
+      transpose: y = x Wᵀ (an embedding table used as output layer).
+
     >>> Dense()({"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}, jnp.ones((1, 3))).tolist()
     [[4.0, 4.0]]
     """
 
-    num_in_axes: int = 1  # how many leading axes of the kernel are contracted with x
-    transpose: bool = False  # y = x Wᵀ, as of an embedding table used as output layer
+    num_in_axes: int = 1
+    transpose: bool = False
 
     factored = True
     isometric = True  # whether `lift` keeps lengths: the factors' eigenvectors are the block's then
@@ -120,9 +124,11 @@ class L1Dense(Dense):
 
     Its Jacobian is that of a dense layer with bias behind a linear map, ``J v = [x, 1] [V; v_b −
     Σ_k W_k∘V_k]``, so it has the same Kronecker factors. Another rule for W needs ``Generic``.
+
+    Attributes:
+      distances: (x, W) → −Σ_k |x_k − W_k| under that rule, where ``kfac.tap`` calls the layer.
     """
 
-    # (x, W) → −Σ_k |x_k − W_k| under that rule, where ``kfac.tap`` calls the layer
     distances: Callable[[Array, Array], Array] | None = None
 
     isometric = False
@@ -176,13 +182,16 @@ class Scale(Dense):
     Its Jacobian is that of a dense layer with bias whose matrix is diagonal, ``J v = [x̂, 1] [diag
     v_s; v_b]``, so it has the same Kronecker factors.
 
+    Attributes:
+      fn: (params, x) → y, with parameters ``scale``, ``bias`` or both, along the last axis;
+        hashable.
+
     >>> norm = Scale(fn=lambda p, x: x / jnp.abs(x).max(-1, keepdims=True) * p["scale"])
     >>> state = norm.linearize({"scale": jnp.ones(2)}, jnp.array([[2.0, 4.0]]))
     >>> norm.vjp(state, jnp.array([[1.0, 1.0]]))["scale"].tolist()
     [0.5, 1.0]
     """
 
-    # (params, x) → y, with parameters ``scale``, ``bias`` or both, along the last axis; hashable
     fn: Callable[[Params, Array], Array] = dataclasses.field(kw_only=True)
 
     isometric = False
@@ -248,7 +257,13 @@ class Readout(Dense):
     """y = φ(x)ᵀ W with features φ(x) too many to keep: vᵀ tanh(q + k) of all queries and keys.
 
     Products are exact, by ``fn`` and its pull-back. The Kronecker factor of the features, which
-    needs only their second moment, is that of a sample of them. Both functions are hashable.
+    needs only their second moment, is that of a sample of them.
+
+    Attributes:
+      fn: (params, x) → y with one output on a last axis of its own, linear in the one parameter
+        ``kernel``; hashable.
+      sample: x → features, shaped like y but for fewer of its positions and the features on the
+        last axis; hashable.
 
     >>> pairs = lambda x: jnp.tanh(x[0][:, :, None] + x[1][:, None])
     >>> some = lambda x: pairs((x[0][:, :1], x[1]))
@@ -258,9 +273,7 @@ class Readout(Dense):
     ((5, 4, 3, 1), (5, 1, 3, 2))
     """
 
-    # (params, x) → y with one output on a last axis of its own, linear in its one ``kernel``
     fn: Callable[[Params, Any], Array] = dataclasses.field(kw_only=True)
-    # x → features, shaped like y but for fewer of its positions and the features on the last axis
     sample: Callable[[Any], Array] = dataclasses.field(kw_only=True)
 
     kind = "readout"
@@ -298,15 +311,20 @@ class Generic:
     that. A backward pass that cannot be transposed, such as a call to a foreign kernel, needs
     ``pushforward``.
 
+    Attributes:
+      fn: ``(params, x, **options) → y``; hashable, and one object for layers solved together.
+      options: static keyword arguments, as a tuple of pairs.
+      pushforward: optional ``(params, x, v, **options) → J v``.
+
     >>> scale = Generic(lambda params, x: x * params["scale"])
     >>> state = scale.linearize({"scale": jnp.ones(2)}, jnp.array([[1.0, 2.0]]))
     >>> scale.vjp(state, jnp.array([[1.0, 1.0]]))["scale"].tolist()
     [1.0, 2.0]
     """
 
-    fn: Callable[..., Array]  # ``(params, x, **options) → y``; one object, where solved together
+    fn: Callable[..., Array]
     options: tuple[tuple[str, Hashable], ...] = ()
-    pushforward: Callable[..., Array] | None = None  # ``(params, x, v, **options) → J v``
+    pushforward: Callable[..., Array] | None = None
 
     factored = False
 
