@@ -6,10 +6,10 @@ install a package ``kfac``, so they cannot stand in one environment.
 
 # Refuses the other one before anything else is imported.
 from kfac import _distribution as _distribution
-from kfac._spectrum import Spectrum as Spectrum
-from kfac._spectrum import spectrum as spectrum
-from kfac._verify import Report as Report
-from kfac._verify import verify as verify
+from kfac._checks import Report as Report
+from kfac._checks import Spectrum as Spectrum
+from kfac._checks import spectrum as spectrum
+from kfac._checks import verify as verify
 from kfac.curvature._capture import path_of as path_of
 from kfac.curvature._capture import scan as scan
 from kfac.curvature._capture import tap as tap
@@ -31,13 +31,13 @@ from kfac.solve._solvers import cg as cg
 from kfac.step._optimizers import algorithm_1 as algorithm_1
 from kfac.step._optimizers import cg_fac as cg_fac
 from kfac.step._optimizers import kfac as kfac
-from kfac.step._options import CgFacOptions as CgFacOptions
-from kfac.step._options import KfacOptions as KfacOptions
+from kfac.step._optimizers import scale_by_cg_fac as scale_by_cg_fac
+from kfac.step._optimizers import scale_by_kfac as scale_by_kfac
 from kfac.step._state import Averages as Averages
+from kfac.step._state import CgFacOptions as CgFacOptions
+from kfac.step._state import KfacOptions as KfacOptions
 from kfac.step._state import State as State
 from kfac.step._state import Stats as Stats
 from kfac.step._state import find_state as find_state
 from kfac.step._state import find_stats as find_stats
 from kfac.step._state import telemetry as telemetry
-from kfac.step._transform import scale_by_cg_fac as scale_by_cg_fac
-from kfac.step._transform import scale_by_kfac as scale_by_kfac

@@ -3,16 +3,15 @@
     (G + γI) x = ∇L,   G = (1/N) Σ_n J_nᵀ H_n J_n,   Δ = −x
 
 J_n is the Jacobian of the network's outputs for example n in one layer's parameters, H_n the
-Hessian of its loss in these outputs, so that G is the layer's block of the Gauss-Newton matrix and
-of the Fisher matrix. For small networks: a layer of P parameters takes 8 P² bytes, and N · C · P²
-multiplications with C outputs. It is what `kfac.kfac` and `kfac.cg_fac` approximate, by mathematics
-of its own: nothing is captured, no factor is formed.
+Hessian of its loss in these outputs: G is the layer's block of the Gauss-Newton and of the Fisher
+matrix. A layer of P parameters takes 8 P² bytes, and N · C · P² multiplications with C outputs. It
+is what `kfac.kfac` and `kfac.cg_fac` approximate, by mathematics of its own.
 
 Sources: "The Potential of Second-Order Optimization for LLMs: A Study with Full Gauss-Newton",
 2025, arXiv:2510.09378 ("layerwise Gauss-Newton"); Martens and Grosse, 2015, arXiv:1503.05671.
 
-Jacobians are pulled back, never pushed forward. An adder layer's gradient is AdderNet's rule and no
-derivative of its output: by `jax.vjp` J is the one whose transpose the optimizers see.
+Jacobians are pulled back, never pushed forward: an adder layer's gradient is AdderNet's rule and no
+derivative of its output.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -28,7 +27,7 @@ import jax.numpy as jnp
 import jax.scipy.linalg
 import numpy as np
 
-from kfac._trees import flatten, path_name
+from kfac._arrays import flatten, path_name
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
@@ -63,24 +62,14 @@ _LIKELIHOODS: dict[str, tuple[Callable[..., Array], Callable[[Array], Array]]] =
 
 @dataclasses.dataclass(frozen=True)
 class LayerCurvature:
-    """One layer's block.
+    """One layer's block."""
 
-    Attributes:
-      shapes: path → shape of its parameters, in the order in which they are laid end to end.
-      matrix: G.
-      gradient: of the loss.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    matrix: Float[np.ndarray, "size size"]
-    gradient: Float[np.ndarray, " size"]
-
-    def pack(self, flat: Mapping[str, Any]) -> Float[np.ndarray, " size"]:
-        """Returns the layer's part of a flat tree as one vector."""
-        return _packed(flat, self.shapes)
+    shapes: Mapping[str, tuple[int, ...]]  # of its parameters by path, as they are laid end to end
+    matrix: Float[np.ndarray, "size size"]  # G
+    gradient: Float[np.ndarray, " size"]  # ∇L
 
     def unpack(self, vector: Float[np.ndarray, " size"]) -> dict[str, np.ndarray]:
-        """Returns the parameters that `pack` laid end to end."""
+        """Returns the parameters that a vector holds."""
         ends = np.cumsum([math.prod(shape) for shape in self.shapes.values()])
         parts = np.split(vector, ends[:-1])
         return {p: part.reshape(s) for (p, s), part in zip(self.shapes.items(), parts, strict=True)}
@@ -88,17 +77,11 @@ class LayerCurvature:
 
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-    """The damped step of every layer.
-
-    Attributes:
-      layers: name → curvature.
-      damping: name → γ.
-      steps: name → Δ = −(G + γI)⁻¹ ∇L.
-    """
+    """The damped step of every layer, by name."""
 
     layers: Mapping[str, LayerCurvature]
-    damping: Mapping[str, float]
-    steps: Mapping[str, np.ndarray]
+    damping: Mapping[str, float]  # γ
+    steps: Mapping[str, np.ndarray]  # Δ = −(G + γI)⁻¹ ∇L
 
     def update(self, like: PyTree) -> PyTree[np.ndarray]:
         """Returns the steps as a tree like that of the parameters."""
@@ -116,27 +99,16 @@ class Oracle:
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """One layer's update beside the oracle's step.
+    """One layer's update beside the oracle's step."""
 
-    Attributes:
-      name, size: of the layer; "all layers" for them together.
-      cosine: of the angle between the two.
-      length_ratio: ‖update‖ / ‖oracle's‖.
-      predicted, predicted_oracle: what `Oracle.predicted` says of each, negative for a decrease.
-      share: of the oracle's predicted decrease; below 0 where the update is too long, NaN where
-        there is none.
-      best_share: the same at the length that is best for the update: its direction's share, in [0,
-        1].
-    """
-
-    name: str
+    name: str  # "all layers" for them together
     size: int
-    cosine: float
-    length_ratio: float
-    predicted: float
-    predicted_oracle: float
-    share: float
-    best_share: float
+    cosine: float  # of the angle between the two
+    length_ratio: float  # ‖update‖ / ‖oracle's‖
+    predicted: float  # what `Oracle.predicted` says of the update, negative for a decrease
+    predicted_oracle: float  # and of the oracle's step
+    share: float  # of that decrease; below 0 where the update is too long, NaN where there is none
+    best_share: float  # the same at the length that is best for the update, in [0, 1]
 
 
 def layerwise_curvature(
@@ -153,14 +125,14 @@ def layerwise_curvature(
     A layer is what has one path but for its last part: kernel and bias together.
 
     Args:
-      outputs: ``(params, x) → (examples, *positions, classes)``. It must keep float64, and
-        treat examples alone. Pass the same function again and it is compiled once.
+      outputs: ``(params, x) → (examples, *positions, classes)``, which keeps float64 and treats
+        examples alone. Pass the same function again and it is compiled once.
       params: tree of floating-point arrays.
       x: a tree of arrays, examples on the first axis; floating-point ones are widened.
       targets: classes, (examples, *positions), or their probabilities; values of the shape of the
         outputs for the other likelihoods.
-      likelihood: "categorical", "bernoulli" or "gaussian" (½ ‖z − y‖²): a sum over the last axis
-        of the outputs, a mean over positions and examples.
+      likelihood: "categorical", "bernoulli" or "gaussian" (½ ‖z − y‖²), a sum over the last axis of
+        the outputs and a mean over positions and examples.
       chunk_size: examples at a time, each of which holds C numbers a parameter.
 
     >>> outputs = lambda params, x: x @ params["kernel"]
@@ -230,7 +202,7 @@ def mean_loss(
 ) -> float:
     """Returns the loss of all examples in float64; arguments as of `layerwise_curvature`."""
     with jax.enable_x64(True):
-        return float(_mean_loss(outputs, likelihood, _wide(params), _wide(x), _wide(targets)))
+        return float(_mean_loss(outputs, likelihood, *_wide((params, x, targets))))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -246,9 +218,7 @@ def layerwise_step(
 ) -> Oracle:
     """Solves (G + γI) x = ∇L of every layer by Cholesky's factorization.
 
-    Args:
-      layers: from `layerwise_curvature`.
-      damping: γ; with ``relative`` γ is it times the layer's mean eigenvalue.
+    ``damping`` is γ; with ``relative`` γ is it times the layer's mean eigenvalue.
 
     Raises:
       ValueError: a matrix is not positive definite in float64.
@@ -274,29 +244,27 @@ def layerwise_step(
 def compare_step(update: PyTree, oracle: Oracle) -> list[Compared]:
     """Returns a row for each layer, and one for all of them together.
 
-    Args:
-      update: an optimizer's, what is added to the parameters.
-      oracle: of the same parameters.
+    ``update`` is an optimizer's, what is added to the oracle's parameters.
     """
     flat = flatten(update)
-    names = list(oracle.layers)
-    ours = [oracle.layers[name].pack(flat) for name in names]
-    rows = [_compared(oracle, [n], [u]) for n, u in zip(names, ours, strict=True)]
-    return [*rows, dataclasses.replace(_compared(oracle, names, ours), name="all layers")]
+    updates = {name: _packed(flat, layer.shapes) for name, layer in oracle.layers.items()}
+    rows = [_compared(oracle, name, {name: own}) for name, own in updates.items()]
+    return [*rows, _compared(oracle, "all layers", updates)]
 
 
-def _compared(oracle: Oracle, names: Sequence[str], updates: Sequence[np.ndarray]) -> Compared:
-    ours, theirs = (np.concatenate(s) for s in (updates, [oracle.steps[n] for n in names]))
-    predicted = sum(oracle.predicted(n, u) for n, u in zip(names, updates, strict=True))
-    least = sum(oracle.predicted(n, oracle.steps[n]) for n in names)
-    slope = sum(float(oracle.layers[n].gradient @ u) for n, u in zip(names, updates, strict=True))
+def _compared(oracle: Oracle, name: str, updates: dict[str, np.ndarray]) -> Compared:
+    ours = np.concatenate([*updates.values()])
+    theirs = np.concatenate([oracle.steps[n] for n in updates])
+    predicted = sum(oracle.predicted(n, u) for n, u in updates.items())
+    least = sum(oracle.predicted(n, oracle.steps[n]) for n in updates)
+    slope = sum(float(oracle.layers[n].gradient @ u) for n, u in updates.items())
     curved = 2 * (predicted - slope)
     lengths = np.linalg.norm(ours), np.linalg.norm(theirs)
     tiny = np.finfo(np.float64).tiny
     # Where an update ascends, its best length is 0.
     best = -(min(slope, 0.0) ** 2) / max(2 * curved, tiny)
     return Compared(
-        name=names[0],
+        name=name,
         size=len(ours),
         cosine=float(ours @ theirs / max(lengths[0] * lengths[1], tiny)),
         length_ratio=float(lengths[0] / max(lengths[1], tiny)),
@@ -308,9 +276,7 @@ def _compared(oracle: Oracle, names: Sequence[str], updates: Sequence[np.ndarray
 
 
 def _wide(tree: PyTree) -> PyTree[Array]:
-    def widen(leaf: Any) -> Array:
-        leaf = jnp.asarray(leaf)
-        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-        return leaf.astype(jnp.float64) if floating else leaf
+    def widen(leaf: Array) -> Array:
+        return leaf.astype(jnp.float64) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
-    return jax.tree.map(widen, tree)
+    return jax.tree.map(widen, jax.tree.map(jnp.asarray, tree))

@@ -18,7 +18,7 @@ _COUNTED = ("num_statements", "covered_lines", "num_branches", "covered_branches
 def package_of(file: str) -> str:
     """Returns the package that a file is counted in: the first folder inside adder_flax or kfac.
 
-    >>> package_of("adder_flax/ops/_cpu.py"), package_of("kfac/step/_length.py")
+    >>> package_of("adder_flax/ops/_cpu.py"), package_of("kfac/step/_state.py")
     ('adder_flax.ops', 'kfac.step')
     """
     *folders, _ = Path(file).parts

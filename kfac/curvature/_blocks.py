@@ -1,9 +1,8 @@
 """Blocks: a layer's parameters, its captured pairs (a, g), and the products F v of its curvature.
 
 Every layer is seen through its local Jacobian J_n (input of example n, one row per token t) and its
-cotangents g_n, so one piece of code serves dense, normalisation, convolution, embedding and adder
-layers. Of a dense layer ``exact_product`` is Aᵀ diag(A V Gᵀ) G / N, and ``kron_product``, in which
-tokens count as examples, (AᵀA/NT) V (GᵀG/N), K-FAC's (Martens & Grosse, 2015).
+cotangents g_n. Of a dense layer ``exact_product`` is Aᵀ diag(A V Gᵀ) G / N, and ``kron_product``,
+in which tokens count as examples, (AᵀA/NT) V (GᵀG/N), K-FAC's (Martens & Grosse, 2015).
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from kfac.curvature._capture import Tap
+from kfac.curvature._capture import Param, Tap
+from kfac.curvature._layers import framed
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -32,38 +32,16 @@ EXAMPLES_AT_ONCE = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Param:
-    """A parameter of a block."""
-
-    path: str  # where it stands in the parameter tree
-    shape: tuple[int, ...]  # its shape inside the layer
-    # the axes of the whole parameter that number layers stacked for a scan or vmap
-    stack_axes: tuple[int, ...] = ()
-
-    def to_lanes(self, array: Array) -> Float[Array, "lane ..."]:
-        """The whole parameter with its stacked axes as one leading axis."""
-        array = jnp.moveaxis(array, self.stack_axes, range(len(self.stack_axes)))
-        return array.reshape(-1, *self.shape)
-
-    def from_lanes(self, array: Float[Array, "lane ..."], shape: tuple[int, ...]) -> Array:
-        """The inverse of ``to_lanes`` for a parameter of this whole shape."""
-        array = array.reshape(*(shape[a] for a in self.stack_axes), *self.shape)
-        return jnp.moveaxis(array, range(len(self.stack_axes)), self.stack_axes)
-
-
-@dataclasses.dataclass(frozen=True)
 class Use:
     """One call of a layer, for one lane."""
 
     name: str  # of the tap
     layer: Any  # its kind, a ``Dense`` or a ``Generic``
     roles: tuple[tuple[str, int], ...]  # (role in the layer, index among the block's parameters)
-    # (size, whether it numbers lanes) of each leading axis of the captured arrays
-    frames: tuple[tuple[int, bool], ...]
-    output: jax.ShapeDtypeStruct  # shape and dtype of y, with the frames that are not lanes
-    input_dtypes: tuple[Any, ...]  # dtypes of the leaves of x
-    # the axis of ``output`` that numbers examples (each perhaps with several tokens)
-    example_axis: int
+    frames: tuple[tuple[int, bool], ...]  # leading axes that are captured: size, whether of lanes
+    output: jax.ShapeDtypeStruct  # y, with the frames that are not lanes
+    input_dtypes: tuple[Any, ...]  # of the leaves of x
+    example_axis: int  # of ``output``; it may number each example's tokens too
     num_examples: int  # N
 
     @property
@@ -86,7 +64,7 @@ class Use:
     def with_examples(self, count: int) -> Use:
         old, shape, frames = self.num_examples, [*self.output.shape], [*self.frames]
         axis, inner = self.example_axis, self.captured_example_axis
-        shape[axis] = shape[axis] // old * count  # it may hold each example's tokens too
+        shape[axis] = shape[axis] // old * count
         if inner < len(frames):
             frames[inner] = (frames[inner][0] // old * count, frames[inner][1])
         output = jax.ShapeDtypeStruct(tuple(shape), self.output.dtype)
@@ -110,7 +88,6 @@ class Use:
         return jax.vmap(jax.vmap(self.rows))(self.lanes_first(g, num_column_axes=1))
 
     def rows(self, array: Array) -> Float[Array, "example token out"]:
-        """An array shaped like y as (N, T, features)."""
         array = jnp.moveaxis(array, self.example_axis, 0)
         return array.reshape(self.num_examples, -1, array.shape[-1])
 
@@ -144,8 +121,8 @@ class Block:
     """The parameters of a layer, and every call that uses them (several for tied weights)."""
 
     name: str  # for tables, telemetry and optimizer state
-    params: tuple[Param, ...]  # its parameters
-    uses: tuple[Use, ...]  # the calls
+    params: tuple[Param, ...]
+    uses: tuple[Use, ...]
     lanes: int  # how many layers of this shape are stacked (1 unless scanned or vmapped)
 
     def with_examples(self, count: int) -> Block:
@@ -159,7 +136,6 @@ class Block:
     @functools.cached_property
     def program(self) -> tuple[Use, ...]:
         """All that products depend on besides arrays: blocks of equal ones are solved together."""
-        # Frames are where captured arrays keep their lanes, which lie on the first axis by then.
         return tuple([dataclasses.replace(use, name="", frames=()) for use in self.uses])
 
     @functools.cached_property
@@ -172,28 +148,21 @@ class Block:
     def lifted_shape(self) -> tuple[int, int]:
         """(inputs, outputs) of the matrix that a factored block multiplies features by."""
         use = self.uses[0]
-        return use.layer.lifted_shape({role: self.params[i].shape for role, i in use.roles})
+        own = use.own(tuple([jax.ShapeDtypeStruct(p.shape, jnp.float32) for p in self.params]))
+        return jax.eval_shape(use.layer.lift, own, own).shape
 
 
 def find_blocks(taps: dict[str, Tap], num_examples: int) -> tuple[dict[str, Block], dict[str, str]]:
-    """Groups tapped calls into blocks that share no parameter.
-
-    Returns:
-      The blocks by name, and reason by name for each tapped call that cannot have one.
-    """
-    found: dict[str, tuple[Tap, dict[str, Param], tuple[bool, ...], int]] = {}
-    skipped: dict[str, str] = {}
-    for name, tap in taps.items():
-        result = _resolve(tap, num_examples)
-        if isinstance(result, str):
-            skipped[name] = result
-        elif result is not None:
-            found[name] = (tap, *result)
+    """Tapped calls as blocks that share no parameter, and why others can have none, by name."""
+    refused = {name: _reason_against(tap, num_examples) for name, tap in taps.items()}
+    skipped = {name: reason for name, reason in refused.items() if reason is not None}
     # What moves the loss by a way that is not captured has more curvature than the others show.
-    partly = {path: skipped[name] for name in skipped for path in sorted(taps[name].moved)}
+    partly = {path: reason for n, reason in skipped.items() for path in sorted(taps[n].moved)}
     groups: list[tuple[set[str], list[str]]] = []
-    for name, (_, params, _, _) in found.items():
-        paths, names = {p.path for p in params.values()}, [name]
+    for name, tap in taps.items():
+        if not tap.captured or name in skipped:
+            continue
+        paths, names = {param.path for param in tap.params.values()}, [name]
         for group in [g for g in groups if g[0] & paths]:
             groups.remove(group)
             paths, names = paths | group[0], group[1] + names
@@ -201,7 +170,7 @@ def find_blocks(taps: dict[str, Tap], num_examples: int) -> tuple[dict[str, Bloc
     blocks = {}
     for paths, names in groups:
         block = next(iter([partly[path] for path in sorted(paths & partly.keys())]), None)
-        block = block or _make_block({name: found[name] for name in names}, num_examples)
+        block = block or _make_block({name: taps[name] for name in names}, num_examples)
         if isinstance(block, str):
             skipped |= dict.fromkeys(names, block)
         else:
@@ -209,52 +178,53 @@ def find_blocks(taps: dict[str, Tap], num_examples: int) -> tuple[dict[str, Bloc
     return blocks, skipped
 
 
-def _resolve(
-    tap: Tap, num_examples: int
-) -> tuple[dict[str, Param], tuple[bool, ...], int] | str | None:
-    """Parameters, lane frames and example axis of a call, or why it can have no block, if it is."""
+def _reason_against(tap: Tap, num_examples: int) -> str | None:
     if not tap.captured:
         return tap.reason
-    stacked = list({role.stacked for role in tap.params.values()})
-    if len(stacked) != 1:
-        return "some of its parameters are stacked and others shared"
-    axis = _example_axis(tap, stacked[0], num_examples)
-    if axis is None:
+    if _example_axis(tap, num_examples) is None:
         return f"no axis of its output {tap.y.shape} numbers the {num_examples} examples"
-    roles = tap.params.items()
-    params = {name: Param(r.path, tap.shapes[name], r.stack_axes) for name, r in roles}
-    return params, stacked[0], axis
+    return None
 
 
-def _example_axis(tap: Tap, stacked: tuple[bool, ...], num_examples: int) -> int | None:
+def _frames(tap: Tap) -> tuple[tuple[int, bool], ...]:
+    """Size of each frame, and whether it numbers lanes."""
+    return tuple(zip(tap.frames, tap.stacked, strict=True))
+
+
+def _example_axis(tap: Tap, num_examples: int) -> int | None:
     """By a vmap, else by the output's first axis (which may hold tokens too), else by a scan."""
-    sizes = zip(tap.frames, stacked, strict=True)
-    inner = [(size, i >= len(tap.scans)) for i, (size, is_lane) in enumerate(sizes) if not is_lane]
+    frames = enumerate(_frames(tap))
+    inner = [(size, i >= len(tap.scans)) for i, (size, is_lane) in frames if not is_lane]
     vmaps = [i for i, (size, is_vmap) in enumerate(inner) if is_vmap and size == num_examples]
     scans = [i for i, (size, is_vmap) in enumerate(inner) if not is_vmap and size == num_examples]
     first = [len(inner)] if len(tap.y.shape) > 1 and tap.y.shape[0] % num_examples == 0 else []
     return next(iter(vmaps + first + scans), None)
 
 
-def _make_block(members: dict[str, tuple], num_examples: int) -> Block | str:
+def _make_block(taps: dict[str, Tap], num_examples: int) -> Block | str:
     params: dict[str, Param] = {}
-    for _, own, _, _ in members.values():
-        for param in own.values():
-            if params.setdefault(param.path, param) != param:
-                return f"{param.path} is stacked in one use and not in another"
+    for param in [param for tap in taps.values() for param in tap.params.values()]:
+        if params.setdefault(param.path, param) != param:
+            return f"{param.path} is stacked in one use and not in another"
     order, lanes, uses = list(params), set(), []
-    for name, (tap, own, stacked, axis) in members.items():
-        frames = tuple(zip(tap.frames, stacked, strict=True))
+    for name, tap in taps.items():
+        frames = _frames(tap)
         lanes.add(math.prod([size for size, is_lane in frames if is_lane]))
-        roles = tuple([(role, order.index(p.path)) for role, p in own.items()])
-        dtypes = tuple([leaf.dtype for leaf in jax.tree.leaves(tap.x)])
         inner = [size for size, is_lane in frames if not is_lane]
-        output = jax.ShapeDtypeStruct((*inner, *tap.y.shape), tap.y.dtype)
-        layer = tap.layer.framed(len(inner))
-        uses.append(Use(name, layer, roles, frames, output, dtypes, axis, num_examples))
+        use = Use(
+            name=name,
+            layer=framed(tap.layer, len(inner)),
+            roles=tuple([(role, order.index(p.path)) for role, p in tap.params.items()]),
+            frames=frames,
+            output=jax.ShapeDtypeStruct((*inner, *tap.y.shape), tap.y.dtype),
+            input_dtypes=tuple([leaf.dtype for leaf in jax.tree.leaves(tap.x)]),
+            example_axis=_example_axis(tap, num_examples),
+            num_examples=num_examples,
+        )
+        uses.append(use)
     if len(lanes) > 1:
         return "its uses are stacked differently"
-    return Block(next(iter(members)), tuple(params.values()), tuple(uses), lanes.pop())
+    return Block(next(iter(taps)), tuple(params.values()), tuple(uses), lanes.pop())
 
 
 # ---- Products of one lane. `program` is Block.program; `g` holds each use's cotangents
@@ -301,11 +271,7 @@ def kron_product(
     v: Lane,
     weights: Float[Array, " example"] | None = None,
 ) -> Lane:
-    """K v = (1/NT) Σ Jᵀ 𝒢 J v.
-
-    ``right`` is 𝒢 (or its diagonal) by number of outputs, in order of first use; ``weights`` are
-    of examples, and of mean 1.
-    """
+    """K v = (1/NT) Σ Jᵀ 𝒢 J v, with 𝒢 as of ``right_factors`` and weights of mean 1."""
     groups = output_groups(program)
     zs = []
     for use, y in zip(program, pushforward(program, linearized, v), strict=True):
@@ -325,7 +291,7 @@ def output_groups(program: Program) -> dict[int, int]:
 
 
 def right_factors(program: Program, g: Lane, narrow: str | None = None) -> Lane:
-    """𝒢 = Σ g gᵀ / N over the uses with equally many outputs.
+    """𝒢 = Σ g gᵀ / N over the uses with equally many outputs, in order of first use.
 
     Its diagonal where it has more than ``MOST_ROWS`` rows. Of g rounded to ``narrow``, if given.
     """
@@ -334,14 +300,12 @@ def right_factors(program: Program, g: Lane, narrow: str | None = None) -> Lane:
         product = "cnto,cntp->op" if outputs <= MOST_ROWS else "cnto,cnto->o"
         own = [gs for use, gs in zip(program, g, strict=True) if use.num_outputs == outputs]
         total = functools.reduce(jnp.add, [_squared(product, gs, narrow) for gs in own])
-        # N, where the left factor has N T: the cotangents of an example's tokens are parts of one
-        # loss, which add up.
+        # N, where the left factor has N T: cotangents of an example's tokens are of one loss.
         factors.append(total / program[0].num_examples)
     return tuple(factors)
 
 
 def _squared(product: str, array: Array, narrow: str | None) -> Array:
-    """A product of an array, rounded to ``narrow`` if given, with itself."""
     array = array if narrow is None else array.astype(narrow)
     # float32 sums: with the 8 bits of bfloat16 one of equal terms stops growing after 256 of them.
     return jnp.einsum(product, array, array, preferred_element_type=accumulator(array))
@@ -356,7 +320,7 @@ def left_factor(
 ) -> Float[Array, "lifted lifted"]:
     """𝒜 = Σ φ φᵀ / (N T), the second moment of the features of a factored block.
 
-    Of φ rounded to ``narrow``, if given; ``weights`` are of examples, and of mean 1.
+    Of φ rounded to ``narrow``, if given, with weights of mean 1.
     """
     moments = []
     for use, x in zip(program, inputs, strict=True):

@@ -1,12 +1,10 @@
 """Capture of what enters each layer and of the cotangent of what leaves it, in one pass each way.
 
 A *tap* on a layer's output y is the identity with a backward rule that hands (x, ∂L/∂y) to a
-*slot*: an extra argument of zeros, whose "gradient" is the pair. Slots are created outside the
-differentiated function and found inside it through a context that JAX's own caches respect, so
-layers keep their signatures. The rule changes no gradient.
+*slot*: an extra argument of zeros, whose "gradient" is the pair. Slots are found inside the
+differentiated function through a context that JAX's own caches respect.
 
-- under ``jax.lax.scan`` the slots of the body are scanned over like any other input
-  (``Capture.scan``);
+- under ``jax.lax.scan`` the slots of the body are scanned over like any other input;
 - under ``jax.vmap`` each example writes to its own row, found by a function whose batching rule
   counts rows;
 - ``jax.checkpoint``, ``jax.jit`` and ``jax.lax.cond`` need nothing.
@@ -17,38 +15,44 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
+from jax.extend import core
+from jax.interpreters import ad, batching
 
-from kfac._sharing import axes_of, own_along
-from kfac._trees import flatten
+from kfac._arrays import axes_of, flatten, own_along
 from kfac.curvature._layers import Dense, Generic
-from kfac.curvature._provenance import mark
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree
+    from jaxtyping import Array, Float, PyTree
 
     Layer = Dense | Generic
 
-# Its value is the capture in progress. A user context is part of the key of every tracing cache of
-# JAX, so that a function traced without taps is not reused with them, nor one capture's slots by
-# the next.
+# The capture in progress. A user context is part of the key of every tracing cache of JAX, so that
+# a function traced without taps is not reused with them, nor one capture's slots by the next.
 _current = jax.make_user_context(None)
 
 _original_scan = jax.lax.scan  # `jax.lax.scan` is `kfac.scan` while a capture runs
 
 
-class Role(NamedTuple):
-    """A parameter of a tapped call."""
-
+@dataclasses.dataclass(frozen=True)
+class Param:
     path: str  # where it stands in the parameter tree
-    # for each frame, whether it numbers layers that the parameter is stacked of
-    stacked: tuple[bool, ...]
-    stack_axes: tuple[int, ...]  # the parameter's axes for those that do
+    shape: tuple[int, ...]  # inside the layer
+    stack_axes: tuple[int, ...] = ()  # those of the whole that number layers of a scan or vmap
+
+    def to_lanes(self, array: Array) -> Float[Array, "lane ..."]:
+        """The whole parameter with its stacked axes as one leading axis."""
+        array = jnp.moveaxis(array, self.stack_axes, range(len(self.stack_axes)))
+        return array.reshape(-1, *self.shape)
+
+    def from_lanes(self, array: Float[Array, "lane ..."], shape: tuple[int, ...]) -> Array:
+        array = array.reshape(*(shape[a] for a in self.stack_axes), *self.shape)
+        return jnp.moveaxis(array, range(len(self.stack_axes)), self.stack_axes)
 
 
 @dataclasses.dataclass
@@ -59,19 +63,17 @@ class Tap:
     base: str  # what it is called if its parameters are not known
     layer: Layer | None  # how the output depends on the parameters; None where nothing says so
     shapes: dict[str, tuple[int, ...]]  # role → shape of the parameter inside the layer
-    # of the input (a tree) and of the output, without the axes of scans and vmaps
-    x: PyTree[jax.ShapeDtypeStruct]
-    y: jax.ShapeDtypeStruct
-    # which scans the call is inside of, outermost first, by order of appearance
-    scan_path: tuple[int, ...]
-    scans: tuple[int, ...]  # lengths of these scans
+    x: PyTree[jax.ShapeDtypeStruct]  # the input, without the axes of scans and vmaps
+    y: jax.ShapeDtypeStruct  # the output, likewise
+    scan_path: tuple[int, ...]  # scans that it is inside of, by order of appearance
+    scans: tuple[int, ...]  # their lengths, outermost first
     reason: str | None = None  # why there is nothing to capture, if so
     vmaps: tuple[int, ...] = ()  # sizes of the vmaps around it, outermost first
-    # role → which parameter it is
-    params: dict[str, Role] = dataclasses.field(default_factory=dict)
+    params: dict[str, Param] = dataclasses.field(default_factory=dict)  # by role
+    stacked: tuple[bool, ...] = ()  # for each frame, whether it numbers layers that they are of
     touched: frozenset[str] = frozenset()  # paths of the parameters that the call's are made of
-    # those of them whose gradient flows through it. If it is not captured, no other use of them
-    # gives their whole curvature.
+    # Those of them whose gradient flows through it: no other use of them gives their whole
+    # curvature if it is not captured.
     moved: frozenset[str] = frozenset()
     named: bool = False  # whether ``base`` is its name even so
 
@@ -86,11 +88,7 @@ class Tap:
 
     def slot(self) -> tuple[PyTree[Array], Array]:
         """Zeros that the pair (x, cotangent of y) of all frames fits in."""
-        frames = self.frames
-
-        def zeros(s: jax.ShapeDtypeStruct) -> Array:
-            return jnp.zeros((*frames, *s.shape), _float_dtype(s.dtype))
-
+        zeros = lambda s: jnp.zeros((*self.frames, *s.shape), _float_dtype(s.dtype))
         return jax.tree.map(zeros, self.x), zeros(self.y)
 
 
@@ -144,13 +142,14 @@ class Capture:
         count = self.calls[base] = self.calls.get(base, 0) + 1
         key = base if count == 1 else f"{base}#{count}"
         if self.slots is None:
-            inputs = [a for a in jax.tree.leaves(x) if isinstance(a, jax.Array)]
+            inputs = [a for a in jax.tree.leaves(x) if isinstance(a, jax.Array)] or [jnp.zeros(0)]
             shapes = {role: jnp.shape(p) for role, p in params.items()}
-            of_x = jax.tree.map(_shape, x) if layer is not None else None
+            struct = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
+            of_x = jax.tree.map(struct, x) if layer is not None else None
             place = (self.scan_path, self.scans)
-            tap = Tap(key, base, layer, shapes, of_x, _shape(y), *place, reason, named=named)
+            tap = Tap(key, base, layer, shapes, of_x, struct(y), *place, reason, named=named)
             self.taps[key] = tap
-            return mark(key, y, inputs, list(params.values()))
+            return _mark.bind(y, _nothing_of(inputs), *params.values(), key=key, vmaps=())
         if key not in self.names:
             raise RuntimeError(
                 f"expected the same layers in every trace of the loss, got {key!r}, which was not "
@@ -161,7 +160,8 @@ class Capture:
             return y
         if tap.vmaps:  # a slot holds the rows of all examples; each writes to its own alone
             count, num_axes = math.prod(tap.vmaps), len(tap.vmaps)
-            row = _row(x, y) % count  # vmaps around the whole gradient count, too, outermost
+            # The number of this example. Vmaps around the whole gradient count, too, outermost.
+            row = _row_within(_nothing_of([*jax.tree.leaves(x), y])) % count
             slot = jax.tree.map(lambda s: s.reshape(count, *s.shape[num_axes:])[row], slot)
         y, x = own_along(axes_of(slot[1]), (y, x))
         return _tap(y, x, slot)
@@ -204,19 +204,11 @@ def _tap(y: Array, x: PyTree[Array], slot: tuple[PyTree[Array], Array]) -> Array
     return y
 
 
-def _tap_forward(y: Array, x: PyTree[Array], slot: tuple) -> tuple[Array, PyTree[Array]]:
-    return y, x
-
-
 def _tap_backward(x: PyTree[Array], dy: Array) -> tuple:
     return dy, None, (jax.tree.map(lambda a: a.astype(_float_dtype(a.dtype)), x), dy)
 
 
-_tap.defvjp(_tap_forward, _tap_backward)
-
-
-def _shape(array: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+_tap.defvjp(lambda y, x, slot: (y, x), _tap_backward)
 
 
 def _float_dtype(dtype: Any) -> Any:
@@ -224,12 +216,10 @@ def _float_dtype(dtype: Any) -> Any:
     return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
 
 
-def _row(x: PyTree[Array], y: Array) -> Array:
-    """The number of this example among those of all vmaps around it."""
-    # Nothing of each array: enough to be batched where any of them is, and no value that a gradient
-    # could flow to.
-    nothing = [a.reshape(-1)[:0].astype(jnp.float32) for a in (*jax.tree.leaves(x), y)]
-    return _row_within(jnp.concatenate([jax.lax.stop_gradient(a) for a in nothing]))
+def _nothing_of(arrays: Iterable[Array]) -> Array:
+    """Nothing of each array: batched where any of them is, and no value to differentiate."""
+    nothing = [a.reshape(-1)[:0].astype(jnp.float32) for a in arrays]
+    return jnp.concatenate([jax.lax.stop_gradient(a) for a in nothing])
 
 
 @custom_vmap
@@ -242,6 +232,28 @@ def _count_rows(axis_size: int, in_batched: list, empty: Array) -> tuple[Array, 
     # Which the next vmap outside of it meets.
     outer = _row_within(empty[0] if in_batched[0] else empty)
     return outer * axis_size + jnp.arange(axis_size, dtype=jnp.int32), True
+
+
+# ---- Marks: the identity on the output, with the inputs and the layer's parameters beside it.
+
+_mark = core.Primitive("kfac_mark")
+_mark.def_impl(lambda y, *_, **__: y)
+_mark.def_abstract_eval(lambda y, *_, **__: y)
+
+
+def _differentiate(primals: tuple, tangents: tuple, **params: Any) -> tuple:
+    return _mark.bind(*primals, **params), tangents[0]
+
+
+def _batch(args: tuple, axes: tuple, *, key: str, vmaps: tuple) -> tuple:
+    size = next(a.shape[axis] for a, axis in zip(args, axes, strict=True) if axis is not None)
+    y = batching.bdim_at_front(args[0], axes[0], size)
+    vmaps = (*vmaps, (size, tuple(axes[2:])))
+    return _mark.bind(y, *args[1:], key=key, vmaps=vmaps), 0
+
+
+ad.primitive_jvps[_mark] = _differentiate
+batching.primitive_batchers[_mark] = _batch
 
 
 # ---- Plain functions: layers are marked by hand, and `jax.lax.scan` repeats them.
@@ -266,30 +278,24 @@ def tap(
         ``bias``.
       x: its input.
       path: where ``params`` stands in the parameter tree that is differentiated, ``"encoder/fc1"``,
-        or the path of each by role; a parameter stacked for ``jax.lax.scan`` or ``jax.vmap`` has
-        the same path as the whole stack.
+        or the path of each by role; of a parameter stacked for a scan or vmap, the whole stack's.
       y: the layer's output, where it was computed in another way than by ``layer``.
-
-    Returns:
-      The layer's output.
 
     Raises:
       ValueError: a path that is not in the differentiated tree.
 
-    >>> import jax.numpy as jnp
+    >>> import jax.numpy as jnp, kfac
     >>> params = {"fc": {"kernel": jnp.ones((3, 2))}}
-    >>> tap(Dense(), params["fc"], jnp.ones((1, 3)), path="fc").tolist()
+    >>> tap(kfac.Dense(), params["fc"], jnp.ones((1, 3)), path="fc").tolist()
     [[3.0, 3.0]]
     """
     y = layer(params, x) if y is None else y
     capture = current_capture()
     if capture is None:
         return y
-    paths = (
-        {role: f"{path}/{role}" if path else role for role in params}
-        if isinstance(path, str)
-        else path
-    )
+    paths = path
+    if isinstance(path, str):
+        paths = {role: f"{path}/{role}" if path else role for role in params}
     for name in paths.values():
         if name not in capture.shapes:
             raise ValueError(
@@ -307,13 +313,11 @@ def path_of(array: Any) -> str | None:
     cast or a slice, is another array.
 
     >>> import jax.numpy as jnp, kfac
-    >>> params, found = {"fc": {"kernel": jnp.ones((3, 2))}}, []
     >>> def loss_fn(params, x):
-    ...     found.append(path_of(params["fc"]["kernel"]))
+    ...     print(path_of(params["fc"]["kernel"]))
     ...     return (x @ params["fc"]["kernel"]).mean()
-    >>> layers = kfac.find_layers(loss_fn, params, jnp.ones((4, 3)))
-    >>> found, path_of(params["fc"]["kernel"])
-    (['fc/kernel'], None)
+    >>> layers = kfac.find_layers(loss_fn, {"fc": {"kernel": jnp.ones((3, 2))}}, jnp.ones((4, 3)))
+    fc/kernel
     """
     capture = current_capture()
     return None if capture is None else capture.paths.get(id(array))

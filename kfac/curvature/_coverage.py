@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import warnings
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from kfac._trees import flatten, masked_paths, path_name
+from kfac._arrays import flatten, masked_paths, path_name
 from kfac.curvature._blocks import Block, find_blocks
 from kfac.curvature._capture import Tap
 from kfac.curvature._tracing import record_taps, without_modules
@@ -32,7 +33,7 @@ class Layers:
     Layers of equal blocks are equal, so that a compiled step serves curvature of any trace.
 
     Attributes:
-      blocks: name → block, in the order of the calls.
+      blocks: by name, in the order of the calls.
       skipped: name → why a layer that was met has no block.
       shapes: path → shape of every parameter.
       reasons: path → why the parameter has no block, where a layer with it was met.
@@ -49,8 +50,9 @@ class Layers:
     def __hash__(self) -> int:
         return hash(tuple(self.blocks.items()))
 
-    @property
+    @functools.cached_property
     def block_of(self) -> dict[str, str]:
+        """Path → name of the block."""
         return {param.path: name for name, block in self.blocks.items() for param in block.params}
 
     @property
@@ -68,11 +70,9 @@ class Layers:
         """These layers without the blocks that a predicate refuses, for the fallback to train.
 
         >>> import jax.numpy as jnp, kfac
-        >>> params = {"fc": {"kernel": jnp.ones((3, 2))}}
-        >>> loss_fn = lambda p, x: kfac.tap(kfac.Dense(), p["fc"], x, path="fc").mean()
-        >>> find_layers(loss_fn, params, jnp.ones((4, 3))).select(
-        ...     lambda block: not block.factored
-        ... ).coverage
+        >>> loss_fn = lambda p, x: kfac.tap(kfac.Dense(), p, x, path="").mean()
+        >>> layers = kfac.find_layers(loss_fn, {"kernel": jnp.ones((3, 2))}, jnp.ones((4, 3)))
+        >>> layers.select(lambda block: not block.factored).coverage
         0.0
         """
         kept = {name: block for name, block in self.blocks.items() if predicate(block)}
@@ -89,42 +89,36 @@ class Layers:
         present = flatten(tree)
         if not present and not masked_paths(tree):  # `optax.tree_map_params` asks with nothing
             return dict(self.blocks)
-        whole, broken, absent = {}, [], []
-        for name, block in self.blocks.items():
-            missing = [param.path for param in block.params if param.path not in present]
-            absent += missing
-            if not missing:
-                whole[name] = block
-            elif len(missing) < len(block.params):
-                broken.append(f"{name} (without {', '.join(missing)})")
-        masked = masked_paths(tree) if absent else []
-        foreign = [
-            path
-            for path in absent
-            if not any(branch == "" or f"{path}/".startswith(f"{branch}/") for branch in masked)
-        ]
-        if foreign:
+        missing = {
+            name: [param.path for param in block.params if param.path not in present]
+            for name, block in self.blocks.items()
+        }
+        absent = [path for paths in missing.values() for path in paths]
+        # Of a branch that is masked as a whole, and of a tree that is, what is in it is, too.
+        masked = tuple([f"{branch}/" if branch else "" for branch in masked_paths(tree)])
+        if foreign := [path for path in absent if not f"{path}/".startswith(masked)]:
             raise ValueError(
                 "expected the parameter tree that kfac.find_layers was given, got one without "
                 f"{', '.join(foreign[:4])}; it has {', '.join(list(present)[:4]) or 'no arrays'}; "
                 "find the layers of the tree that is trained."
             )
+        broken = [
+            f"{name} (without {', '.join(paths)})"
+            for name, paths in missing.items()
+            if 0 < len(paths) < len(self.blocks[name].params)
+        ]
         if broken:
             raise ValueError(
                 f"expected all parameters of a layer or none, got a part of {'; '.join(broken)}: a "
                 "layer's parameters are one block of curvature; mask or label them alike, or leave "
                 "the layer out by layers.select."
             )
-        return whole
+        return {name: block for name, block in self.blocks.items() if not missing[name]}
 
     def labels(self, tree: PyTree) -> PyTree[str]:
         """``"covered"`` or ``"fallback"`` for each parameter, for ``optax.partition``.
 
-        Args:
-          tree: the parameters, or a tree like them; some may be masked.
-
-        Raises:
-          ValueError: a block of which only a part is there; or this is another tree.
+        The tree is that of the parameters or like it; raises as ``whole_blocks`` does.
 
         >>> import jax.numpy as jnp, kfac
         >>> params = {"fc": {"kernel": jnp.ones((3, 2))}, "free": jnp.ones(2)}
@@ -132,23 +126,20 @@ class Layers:
         >>> find_layers(loss_fn, params, jnp.ones((4, 3))).labels(params)
         {'fc': {'kernel': 'covered'}, 'free': 'fallback'}
         """
-        covered = {
-            param.path for block in self.whole_blocks(tree).values() for param in block.params
-        }
+        covered = {p.path for block in self.whole_blocks(tree).values() for p in block.params}
         label = lambda path, _: "covered" if path_name(path) in covered else "fallback"
         return jax.tree_util.tree_map_with_path(label, tree)
 
     def __str__(self) -> str:
-        owner = self.block_of
         # Layers that differ only in the numbers of their paths share a row.
         groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
         for path, shape in self.shapes.items():
-            key = _starred(path), shape, _starred(self._served_by(path, owner))
+            key = _starred(path), shape, _starred(self._served_by(path))
             groups.setdefault(key, []).append(path)
         rows = [("parameter", "shape", "block")]
         for (path, shape, text), paths in groups.items():
             if len(paths) == 1:
-                path, text = paths[0], self._served_by(paths[0], owner)
+                path, text = paths[0], self._served_by(paths[0])
             else:
                 path = f"{path} ({len(paths)}×)"
             rows.append((path, "×".join(map(str, shape)) or "scalar", text))
@@ -157,10 +148,10 @@ class Layers:
         covered = f"{100 * self.coverage:.1f} % of the parameters"
         return "\n".join([*lines, f"{len(self.blocks)} blocks cover {covered}"])
 
-    def _served_by(self, path: str, owner: dict[str, str]) -> str:
-        if path not in owner:
+    def _served_by(self, path: str) -> str:
+        if path not in self.block_of:
             return f"fallback ({self.reasons.get(path, _NOT_MET)})"
-        block = self.blocks[owner[path]]
+        block = self.blocks[self.block_of[path]]
         kinds = " + ".join(dict.fromkeys([use.layer.kind for use in block.uses]))
         return f"{kinds}, {block.name}" + (f" × {block.lanes}" if block.lanes > 1 else "")
 
@@ -186,15 +177,14 @@ def find_layers(
     Raises:
       ValueError: leading sizes that disagree, without ``batch_size``.
 
-    >>> import jax, jax.numpy as jnp, kfac
-    >>> params = {"fc": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}, "scale": jnp.ones(())}
+    >>> import jax.numpy as jnp, kfac
+    >>> params = {"fc": {"kernel": jnp.ones((3, 2))}, "scale": jnp.ones(())}
     >>> loss_fn = lambda p, x: (p["scale"] * kfac.tap(kfac.Dense(), p["fc"], x, path="fc")).mean()
     >>> print(find_layers(loss_fn, params, jnp.ones((4, 3))))
     parameter   shape  block
-    fc/bias         2  dense, fc
     fc/kernel     3×2  dense, fc
     scale      scalar  fallback (no layer met)
-    1 blocks cover 88.9 % of the parameters
+    1 blocks cover 85.7 % of the parameters
     """
     if (of_arrays := without_modules(loss_fn, params, args)) is not None:
         loss_fn, params, args = of_arrays.loss_fn, of_arrays.params, of_arrays.args
@@ -214,21 +204,19 @@ def curvature_stride(layers: Layers, num_examples: int, interval: int = 5) -> in
 
     A batch of many tokens has far more rows than the sides of its factors, and forming these costs
     more than the gradient. The stride leaves every block two rows of a fresh batch for each side of
-    its wider factor, and fewer where curvature is renewed more often than every fourth step: an
-    eighth of a row, times the square of the interval, since a long interval leaves the first steps,
-    while the network changes fastest, with what few batches gave. Blocks that have fewer rows with
-    all examples, as a head that reads one token of each, are not asked: their factors fill up over
-    several batches. Where no block has so many, all examples give curvature.
+    its wider factor, or where that is fewer an eighth of a row times the square of the interval: a
+    long interval leaves the first steps, while the network changes fastest, with what few batches
+    gave. Blocks that have fewer rows with all examples, as a head that reads one token of each, are
+    not asked. Where no block has so many, all examples give curvature.
 
     Args:
       layers: as the whole batch gives them, see ``find_layers``.
       num_examples: what the stride has to divide: examples of a batch, or those of one device.
       interval: steps from one curvature batch to the next.
 
-    >>> import jax, jax.numpy as jnp, kfac
-    >>> params = {"fc": {"kernel": jnp.ones((4, 8))}}
-    >>> loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p["fc"], x, path="fc") ** 2).mean()
-    >>> layers = kfac.find_layers(loss_fn, params, jnp.ones((16, 5, 4)))
+    >>> import jax.numpy as jnp, kfac
+    >>> loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p, x, path="") ** 2).mean()
+    >>> layers = kfac.find_layers(loss_fn, {"kernel": jnp.ones((4, 8))}, jnp.ones((16, 5, 4)))
     >>> kfac.curvature_stride(layers, 16)  # of 80 rows a quarter, for 8 outputs
     4
     """
@@ -240,8 +228,7 @@ def curvature_stride(layers: Layers, num_examples: int, interval: int = 5) -> in
         if block.factored
     ]
     spare = min((share for share in asked if share >= 1), default=1)
-    stride = 2 ** math.floor(math.log2(spare))
-    return math.gcd(stride, num_examples)
+    return math.gcd(2 ** math.floor(math.log2(spare)), num_examples)
 
 
 def layers_of(taps: dict[str, Tap], params: PyTree, num_examples: int) -> Layers:
@@ -255,11 +242,7 @@ def layers_of(taps: dict[str, Tap], params: PyTree, num_examples: int) -> Layers
 
 
 def count_examples(args: tuple, batch_size: int | None, outputs: Any = None) -> int:
-    """Number of examples: the leading size of outputs, if known, or of a loss function's arguments.
-
-    Raises:
-      ValueError: sizes that disagree.
-    """
+    """The leading size of outputs, if known, or of a loss function's arguments."""
     found: dict[int, str] = {}  # leading size → the first array that has it
     for path, leaf in jax.tree_util.tree_leaves_with_path(args):
         if shape := getattr(leaf, "shape", ()):

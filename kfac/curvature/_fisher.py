@@ -1,9 +1,8 @@
 """Cotangents of the network's outputs whose outer products average to the curvature of the loss.
 
-For outputs z of one example and a negative log-likelihood ℓ(z, y), each sampler returns columns c
-with E[c cᵀ] = ∇²_z ℓ: pulled back through the network they give the Fisher matrix (Monte Carlo
-labels) or, what is the same matrix for these likelihoods, the generalised Gauss-Newton matrix
-(random signs, or every column in turn).
+For outputs z of one example and a negative log-likelihood ℓ(z, y) these are columns c with E[c cᵀ]
+= ∇²_z ℓ: pulled back through the network they give the Fisher matrix (drawn labels) or, the same
+for these likelihoods, the generalised Gauss-Newton matrix (random signs, or every column in turn).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Likelihood:
 
     Attributes:
       sample: (key, z) → ∇_z ℓ(z, y) with y drawn from the model's own distribution at z.
-      root: (z, ε) → B ε with B Bᵀ = ∇²_z ℓ; along the last axis of z.
+      root: (z, ε) → B ε with B Bᵀ = ∇²_z ℓ, along the last axis of z.
     """
 
     sample: Callable[[Array, Array], Array]
@@ -40,8 +39,7 @@ def _sample_categorical(key: Array, logits: Array) -> Array:
 
 
 def _root_categorical(logits: Array, noise: Array) -> Array:
-    # diag(p) − ppᵀ = B Bᵀ with B = diag(√p) − p √pᵀ, since √p has length 1: no factorisation, and
-    # no C × C matrix.
+    # diag(p) − ppᵀ = B Bᵀ with B = diag(√p) − p √pᵀ, since √p has length 1.
     probabilities = jax.nn.softmax(logits)
     scaled = jnp.sqrt(probabilities) * noise
     return scaled - probabilities * jnp.sum(scaled, axis=-1, keepdims=True)
@@ -97,11 +95,7 @@ class Weights(NamedTuple):
 def read_weights(
     weights: Array | tuple[Array, Array], num_examples: int, dtype: Any = jnp.float32
 ) -> Weights:
-    """The weights, w or the pair (w, T), that a loss of this dtype has; T = Σ w by default.
-
-    Raises:
-      ValueError: weights of another number of examples.
-    """
+    """The weights, w or the pair (w, T), that a loss of this dtype has; T = Σ w by default."""
     w, total = weights if isinstance(weights, tuple) else (weights, None)
     w = jax.lax.stop_gradient(jnp.asarray(w))
     w = w.astype(jnp.promote_types(dtype, jnp.float32))
@@ -114,11 +108,7 @@ def read_weights(
 
 
 def require_outputs(outputs: Any) -> Float[Array, "batch *positions classes"]:
-    """Outputs of the network, if they are such.
-
-    Raises:
-      ValueError: they are no array, or one without an axis of classes.
-    """
+    """Outputs of the network, if they are an array with an axis of classes."""
     if getattr(outputs, "ndim", 0) < 2:
         raise ValueError(
             "expected outputs of shape (batch, *positions, classes), got "
@@ -140,10 +130,6 @@ def output_cotangents(
 
     Positions between the batch and the class axis are independent terms over which the loss
     averages; ``share`` is that of each in an example's loss, by default 1 over their number.
-
-    Raises:
-      ValueError: no key where one is needed, enumeration over several positions, or weights of
-        another shape.
     """
     if share is not None and share.shape != outputs.shape[:-1]:
         raise ValueError(
@@ -172,8 +158,7 @@ def output_cotangents(
     def draw(key: Key) -> Array:
         if fisher == "mc":
             return likelihood.sample(key, outputs)
-        # Signs, not normal numbers: of all noise with unit variance they have the least variance in
-        # c cᵀ.
+        # Signs: of all noise with unit variance they have the least variance in c cᵀ.
         return likelihood.root(outputs, jax.random.rademacher(key, outputs.shape, outputs.dtype))
 
     return jax.vmap(draw)(jax.random.split(key, num_samples)) * root / num_samples**0.5

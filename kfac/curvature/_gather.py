@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kfac._sharing import axes_of, mean_over, names_of, own_along
-from kfac._trees import concatenated
+from kfac._arrays import axes_of, concatenated, mean_over, names_of, own_along
 from kfac.curvature import _fisher as fishers
 from kfac.curvature._coverage import Layers, count_examples, layers_of
 from kfac.curvature._fisher import Likelihood, Weights
@@ -21,7 +20,7 @@ from kfac.curvature._tracing import record_taps, tapped, without_modules
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Key, PyTree
 
-    from kfac._sharing import AxisName
+    from kfac._arrays import AxisName
 
 
 @functools.partial(
@@ -35,35 +34,30 @@ class Curvature:
 
     Attributes:
       captured: tap name → (layer inputs, cotangents of its output with a leading axis for the
-        columns). Cotangents are those of each example's own loss, not of the mean. ``Deferred``
-        where they may not be needed.
-      fresh: None where every step computes curvature, else whether this one did (see ``refresh``);
-        if it did not, the cotangents are zeros.
-      layers: the layers of this trace.
-      num_examples: N.
-      fisher: which Fisher matrix the cotangents stand for.
-      weights: of the losses; None where they have none.
-      axis_name: manual axes along which devices have a part of the batch each, if any.
+        columns), of each example's own loss. ``Deferred`` where they may not be needed.
+      fresh: None where every step computes curvature, else whether this one did; if it did not,
+        the cotangents are zeros.
     """
 
     captured: Mapping[str, tuple[PyTree[Array], Array]]
     fresh: Bool[Array, ""] | None
-    layers: Layers
+    layers: Layers  # of this trace
     num_examples: int
     fisher: str
-    weights: Weights | None = None
-    axis_name: AxisName = None
+    weights: Weights | None = None  # of the losses
+    axis_name: AxisName = None  # manual axes along which devices have a part of the batch each
 
     def in_branch(self) -> Curvature:
-        captured = self.captured
-        captured = captured.capture(True) if isinstance(captured, Deferred) else captured
-        return dataclasses.replace(self, captured=captured)
+        """This curvature where it is known to be fresh."""
+        if not isinstance(self.captured, Deferred):
+            return self
+        return dataclasses.replace(self, captured=self.captured.capture(True))
 
     def at_every_step(self, inputs_of: Container[str] = ()) -> Curvature:
         """This curvature with arrays for steps of both kinds, see ``Deferred.at_every_step``."""
-        captured = self.captured
-        captured = captured.at_every_step(inputs_of) if isinstance(captured, Deferred) else captured
-        return dataclasses.replace(self, captured=captured)
+        if not isinstance(self.captured, Deferred):
+            return self
+        return dataclasses.replace(self, captured=self.captured.at_every_step(inputs_of))
 
 
 @jax.tree_util.register_pytree_node_class
@@ -71,9 +65,8 @@ class Curvature:
 class Deferred(Mapping):
     """Captured arrays that are computed where they are asked for.
 
-    Whoever needs them in a branch alone, where curvature is fresh, then computes them in that
-    branch: no array of zeros is written in their place at the other steps. Elsewhere they are the
-    mapping of ``at_every_step``, and as a tree they are that.
+    In a branch where curvature is fresh, if that is where: no zeros are written in their place at
+    the other steps. Elsewhere, and as a tree, they are the mapping of ``at_every_step``.
     """
 
     capture: Callable[[bool], dict]  # refresh → the arrays; where it is False, cotangents are 0
@@ -122,37 +115,35 @@ def value_grad_and_curvature(
     """Like ``jax.value_and_grad``, with the curvature of every layer beside the gradient.
 
     The loss must be the mean over examples (and positions) of the negative log-likelihood, weighted
-    if ``weights`` are given, plus anything that does not depend on the data. The curvature costs
-    one more pull-back over the same forward pass, without weight gradients (none if empirical).
+    if ``weights`` are given, plus anything that does not depend on the data. Curvature costs one
+    more pull-back over the same forward pass, without weight gradients; none if empirical.
 
     Args:
       loss_fn: ``loss_fn(params, *args) → loss`` or ``(loss, aux)``. Flax NNX modules are changed as
         under ``nnx.value_and_grad``, and the gradients of one are an ``nnx.State``.
-      fisher: ``"empirical"``: cotangents of the loss itself, the paper's choice; ``"mc"``: of the
-        loss under labels drawn from the model, an unbiased estimate of the Fisher matrix;
-        ``"ggn"``: the generalised Gauss-Newton matrix by random signs; ``"enumerate"``: the same
-        exactly, one pull-back per class.
+      fisher: whose cotangents: ``"empirical"``: the loss's, as in the paper; ``"mc"``: those under
+        labels drawn from the model, an unbiased estimate of the Fisher matrix; ``"ggn"``: the
+        Gauss-Newton matrix by random signs; ``"enumerate"``: exactly, a pull-back per class.
       likelihood: what ``loss_fn`` averages the negative logarithm of: ``"categorical"``,
         ``"bernoulli"``, ``"gaussian"`` or a ``kfac.Likelihood``. Not used by ``"empirical"``.
-      outputs: aux → the likelihood's outputs (logits) of shape (batch, *positions, classes), of
-        which every Fisher matrix but ``"empirical"`` is made; by default aux itself.
-      weights: aux → weights w of the losses ℓ, not negative and of their shape, (batch,
-        *positions), such as the mask of the real ones, where the loss is ``jnp.average(ℓ,
-        weights=w)``; the pair (w, T) where it is ``(w * ℓ).sum() / T``; None for a plain mean.
+      outputs: aux → the likelihood's outputs (logits), (batch, *positions, classes), of which all
+        but ``"empirical"`` is made; by default aux itself.
+      weights: aux → weights w of the losses ℓ, not negative, (batch, *positions), such as a mask,
+        where the loss is ``jnp.average(ℓ, weights=w)``; the pair (w, T) where it is ``(w *
+        ℓ).sum() / T``; None for a plain mean.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
       num_samples: draws per example, for ``"mc"`` and ``"ggn"``.
       batch_size: number of examples; by default the leading size of the outputs, or of all arrays
         in ``args`` where ``"empirical"`` is given no ``outputs``.
       axis_name: under ``jax.shard_map`` or ``jax.pmap``, the axes along which each device has a
-        part of the batch, of equal size; ``loss_fn`` is of one part. Value and gradient are then
-        means over the axes, and so is the curvature in the optimizer: all devices take one step.
+        part of the batch, of equal size, that ``loss_fn`` is of. Value, gradient and curvature are
+        then means over the axes: all devices take one step.
 
     Returns:
       ``(params, *args, key=None, refresh=True) → (value, grads, Curvature)`` where ``value`` is
       ``loss`` or ``(loss, aux)``. ``key`` feeds the draws. With ``refresh`` (a bool, traced or not)
-      False the extra pull-back is left out and the curvature is marked as not fresh. What the
-      pull-back needs is kept all the same: where most steps do without, ``curvature`` beside
-      ``jax.grad`` takes less.
+      False the extra pull-back is left out and the curvature is not fresh. What it needs is kept
+      all the same: where most steps do without, ``curvature`` beside ``jax.grad`` takes less.
 
     Raises:
       ValueError: an unknown Fisher matrix or likelihood, or one that needs outputs without
@@ -160,15 +151,12 @@ def value_grad_and_curvature(
         arguments and outputs do not agree on; manual axes that ``axis_name`` leaves out.
 
     >>> import jax, jax.numpy as jnp, kfac
-    >>> params = {"kernel": jnp.ones((3, 2))}
     >>> def loss_fn(params, x):
     ...     logits = kfac.tap(kfac.Dense(), params, x, path="")
     ...     return -jax.nn.log_softmax(logits)[:, 0].mean(), logits
-    >>> (loss, logits), grads, curvature = value_grad_and_curvature(loss_fn, has_aux=True)(
-    ...     params, jnp.ones((4, 3)), key=jax.random.key(0)
-    ... )
-    >>> grads["kernel"].shape, curvature.num_examples
-    ((3, 2), 4)
+    >>> function = kfac.value_grad_and_curvature(loss_fn, has_aux=True)
+    >>> params, x = {"kernel": jnp.ones((3, 2))}, jnp.ones((4, 3))
+    >>> (loss, logits), grads, curvature = function(params, x, key=jax.random.key(0))
     """
     options = {"fisher": fisher, "likelihood": likelihood, "outputs": outputs}
     options |= {"num_samples": num_samples, "batch_size": batch_size}
@@ -199,8 +187,7 @@ def value_grad_and_curvature(
                 return (loss, ()), aux
             return (loss, fishers.require_outputs(outputs(aux) if outputs else aux)), aux
 
-        # One forward pass and several pull-backs of it: of the loss, and of the columns through the
-        # same outputs.
+        # One forward pass and several pull-backs of it: of the loss, and of the columns.
         slots = own_along(axes, slots)
         (loss, z), pullback, aux = jax.vjp(forward, params, slots, has_aux=True)
         if jax.tree.map(jnp.shape, loss) != ():
@@ -219,8 +206,7 @@ def value_grad_and_curvature(
         fresh = None if refresh is True else jnp.asarray(refresh)
         if fisher == "empirical":
             grads, captured = pullback((ones, ()))
-            # The loss is a mean: its cotangents are those of single examples over N, and γ would be
-            # off by N².
+            # The loss is a mean: its cotangents are those of single examples over N.
             captured = {name: (x, g[None] * examples) for name, (x, g) in captured.items()}
             if share is not None:
                 # That of an example's loss times its share in the mean, where only a root is to be.
@@ -251,7 +237,6 @@ def value_grad_and_curvature(
 
 
 def _checked_axes(axis_name: AxisName) -> tuple[str, ...]:
-    """The axes by name; raises ValueError where there are manual ones besides."""
     axes = names_of(axis_name)
     others = [n for n in jax.sharding.get_abstract_mesh().manual_axes if n not in axes]
     if others:
@@ -265,16 +250,15 @@ def _checked_axes(axis_name: AxisName) -> tuple[str, ...]:
 
 def _cotangent_of_own(loss: Array, params: PyTree, axes: tuple[str, ...]) -> Array:
     """The cotangent of a loss with which each device pulls back what its own part gives."""
-    ones = jnp.ones_like(loss)
     accounted = any(axes_of(leaf) for leaf in jax.tree.leaves(params))
     # Where JAX knows that it is a mean over the devices already, a device's share is 1 over their
     # number; where it does not, it pulls back as if it were no mean.
-    reduced = [n for n in axes if accounted and n not in axes_of(loss)]
-    return ones * jax.lax.axis_size(tuple(reduced)) if reduced else ones
+    reduced = tuple([n for n in axes if accounted and n not in axes_of(loss)])
+    ones = jnp.ones_like(loss)
+    return ones * jax.lax.axis_size(reduced) if reduced else ones
 
 
 def _times(captured: dict, layers: Layers, factor: Float[Array, " example"]) -> dict:
-    """What was captured, with the cotangents of each example times its own factor."""
     scaled = dict(captured)
     for block in layers.blocks.values():
         for use in block.uses:
@@ -288,22 +272,21 @@ def _times(captured: dict, layers: Layers, factor: Float[Array, " example"]) -> 
 def curvature(loss_fn: Callable, **options: Any) -> Callable:
     """The curvature alone, of a sample of the batch: enough for factors that are averaged.
 
-    What it costs is a forward and a backward pass over the sample, without weight gradients, and
-    nothing of it is held while the gradient of the whole batch is computed.
+    It costs a forward and a backward pass over the sample, without weight gradients, of which
+    nothing is held while the gradient of the whole batch is computed.
 
     Args:
       loss_fn, **options: as for ``value_grad_and_curvature``, and so is what is raised.
 
     Returns:
       ``(params, *args, key=None, refresh=True) → Curvature``. With ``refresh`` (a bool, traced or
-      not) False the curvature is marked as not fresh, and nothing is computed but the inputs of
-      layers whose Jacobian the optimizer takes at every step.
+      not) False it is not fresh, and nothing is computed but the inputs of layers whose Jacobian
+      the optimizer takes at every step.
 
-    >>> import jax, jax.numpy as jnp, kfac
-    >>> params = {"kernel": jnp.ones((3, 2))}
+    >>> import jax.numpy as jnp, kfac
+    >>> params, x = {"kernel": jnp.ones((3, 2))}, jnp.ones((8, 3))
     >>> loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p, x, path="") ** 2).mean()
-    >>> examples = jnp.ones((8, 3))
-    >>> kfac.curvature(loss_fn, fisher="empirical")(params, examples[::4]).num_examples
+    >>> kfac.curvature(loss_fn, fisher="empirical")(params, x[::4]).num_examples
     2
     """
     with_gradient = value_grad_and_curvature(loss_fn, **options)
@@ -313,7 +296,7 @@ def curvature(loss_fn: Callable, **options: Any) -> Callable:
     ) -> Curvature:
         has_aux = options.get("has_aux", False)
         if (of_arrays := without_modules(loss_fn, params, args, has_aux)) is not None:
-            # The state is left as it is: beside it the gradient's pass changes it.
+            # The state is left as it is: the gradient's pass changes it.
             alone = curvature(of_arrays.loss_fn, **_behind_state(options))
             return alone(of_arrays.params, *of_arrays.args, key=key, refresh=refresh)
 
@@ -339,7 +322,6 @@ def _behind_state(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(fisher: str, has_aux: bool, weights: Callable | None) -> None:
-    """Raises ValueError unless there is such a Fisher matrix, and what it is made of."""
     if fisher not in fishers.FISHERS:
         raise ValueError(
             f"expected fisher to be one of {', '.join(fishers.FISHERS)}, got {fisher!r}."
@@ -359,8 +341,6 @@ def _check(fisher: str, has_aux: bool, weights: Callable | None) -> None:
 def _pull_columns(
     pull: Callable, columns: Float[Array, "column ..."], fresh: Bool[Array, ""] | None
 ) -> dict:
-    """``pull`` of every column, or zeros where ``fresh`` is False."""
-
     def compute() -> dict:
         # Without vmap, under which custom rules and kernels take their batched forms.
         if len(columns) == 1:
@@ -382,11 +362,10 @@ def concatenate_curvature(parts: Sequence[Curvature]) -> Curvature:
     Raises:
       ValueError: parts of different layers, shapes or Fisher matrices.
 
-    >>> import jax, jax.numpy as jnp, kfac
-    >>> params = {"kernel": jnp.ones((3, 2))}
+    >>> import jax.numpy as jnp, kfac
     >>> loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p, x, path="") ** 2).mean()
-    >>> function = kfac.value_grad_and_curvature(loss_fn, fisher="empirical")
-    >>> parts = [function(params, jnp.ones((n, 3)))[2] for n in (2, 4)]
+    >>> function = kfac.curvature(loss_fn, fisher="empirical")
+    >>> parts = [function({"kernel": jnp.ones((3, 2))}, jnp.ones((n, 3))) for n in (2, 4)]
     >>> concatenate_curvature(parts).num_examples
     6
     """
@@ -405,16 +384,13 @@ def concatenate_curvature(parts: Sequence[Curvature]) -> Curvature:
         weights = Weights(jnp.concatenate(positions), jnp.stack(totals).sum())
         parts = [_within(*pair, weights) for pair in zip(parts, of_parts, strict=True)]
     captured = {}
-    for block in first.layers.blocks.values():
-        for use in block.uses:
-            # Axis of the examples in captured arrays: their frames that number lanes come on top of
-            # the output's axes.
-            axis = use.captured_example_axis
-            pairs = [part.captured[use.name] for part in parts]
-            captured[use.name] = (
-                concatenated((x for x, _ in pairs), axis),
-                jnp.concatenate([g for _, g in pairs], axis + 1),  # behind the axis of the columns
-            )
+    for use in [use for block in first.layers.blocks.values() for use in block.uses]:
+        axis = use.captured_example_axis
+        pairs = [part.captured[use.name] for part in parts]
+        captured[use.name] = (
+            concatenated((x for x, _ in pairs), axis),
+            jnp.concatenate([g for _, g in pairs], axis + 1),  # behind the axis of the columns
+        )
     blocks = {n: block.with_examples(examples) for n, block in first.layers.blocks.items()}
     whole = {"layers": dataclasses.replace(first.layers, blocks=blocks), "num_examples": examples}
     return dataclasses.replace(first, captured=captured, weights=weights, **whole)

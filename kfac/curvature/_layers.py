@@ -1,6 +1,6 @@
 """The kinds of layer: how the output y = f(W, x) of one layer moves with its own parameters W.
 
-Everything the optimizer needs is its local Jacobian J = ∂f/∂W: ``jvp``: v → J v and its transpose
+What the optimizer needs is its local Jacobian J = ∂f/∂W: ``jvp``: v → J v and its transpose
 ``vjp``: z → Jᵀ z. ``Dense`` has them in closed form; ``Generic`` derives them from f.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from kfac._sharing import axes_of, own_along
+from kfac._arrays import axes_of, own_along
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class Dense:
     """y = x W + b, W of shape (*in_shape, *out_shape), the last axis of x all of ``in_shape``.
 
-    The layer is a matrix product of *features* φ(x) = [x, 1] with a *lifted* parameter [W; b], so
-    its curvature is one of Kronecker structure. W and b are one block.
+    A matrix product of *features* φ(x) = [x, 1] with a *lifted* parameter [W; b], so its curvature
+    has Kronecker structure. W and b are one block.
 
     Attributes:
       num_in_axes: how many leading axes of the kernel are contracted with x.
@@ -46,7 +46,6 @@ class Dense:
     transpose: bool = False
 
     factored = True
-    elementwise = False
     isometric = True  # whether `lift` keeps lengths: the factors' eigenvectors are the block's then
     kind = "dense"
 
@@ -110,15 +109,6 @@ class Dense:
         features = features.reshape(-1, features.shape[-1])
         return self.project(params, features.T @ z.reshape(-1, z.shape[-1]))
 
-    def framed(self, num_frames: int) -> Dense:
-        """The layer on inputs with further leading axes."""
-        return self
-
-    def lifted_shape(self, shapes: dict[str, tuple[int, ...]]) -> tuple[int, int]:
-        """Shape of the lifted matrix for parameters of these shapes."""
-        params = {role: jax.ShapeDtypeStruct(shape, jnp.float32) for role, shape in shapes.items()}
-        return jax.eval_shape(self.lift, params, params).shape
-
     def _matrix(self, kernel: Array) -> Array:
         matrix = kernel.reshape(math.prod(kernel.shape[: self.num_in_axes]), -1)
         return matrix.T if self.transpose else matrix
@@ -132,13 +122,11 @@ class Dense:
 class L1Dense(Dense):
     """y = −Σ_k |x_k − W_k| + b with ∂y_o/∂W_o = x − W_o (AdderNet, CVPR 2020).
 
-    Its Jacobian is that of a dense layer with bias behind a linear map: ``J v = [x, 1] [V; v_b −
-    Σ_k W_k∘V_k]``. So adder layers have the same Kronecker factors as dense ones. Another rule for
-    W needs a ``Generic`` layer.
+    Its Jacobian is that of a dense layer with bias behind a linear map, ``J v = [x, 1] [V; v_b −
+    Σ_k W_k∘V_k]``, so it has the same Kronecker factors. Another rule for W needs ``Generic``.
 
     Attributes:
-      distances: (x, W) → −Σ_k |x_k − W_k| under that rule; only needed where ``kfac.tap`` calls the
-        layer.
+      distances: (x, W) → −Σ_k |x_k − W_k| under that rule, where ``kfac.tap`` calls the layer.
     """
 
     distances: Callable[[Array, Array], Array] | None = None
@@ -192,8 +180,7 @@ class Scale(Dense):
     """y = x̂∘s + b with x̂ a function of the input alone, as LayerNorm, RMSNorm, GroupNorm have it.
 
     Its Jacobian is that of a dense layer with bias whose matrix is diagonal, ``J v = [x̂, 1] [diag
-    v_s; v_b]``. So it has the same Kronecker factors, averaged over batches and cheap to multiply
-    by, where ``Generic`` passes every token through the layer again.
+    v_s; v_b]``, so it has the same Kronecker factors.
 
     Attributes:
       fn: (params, x) → y, with parameters ``scale``, ``bias`` or both, along the last axis;
@@ -208,7 +195,6 @@ class Scale(Dense):
     fn: Callable[[Params, Array], Array] = dataclasses.field(kw_only=True)
 
     isometric = False
-    elementwise = True
     kind = "norm"
 
     def __call__(self, params: Params, x: Array) -> Array:
@@ -265,9 +251,6 @@ class Scale(Dense):
             pulled["scale"] = (inputs * rows).sum(0)
         return pulled | ({"bias": rows.sum(0)} if "bias" in params else {})
 
-    def framed(self, num_frames: int) -> Scale:
-        return Scale(fn=_Framed(self.fn, (None, 0), num_frames)) if num_frames else self
-
 
 @dataclasses.dataclass(frozen=True)
 class Readout(Dense):
@@ -301,8 +284,6 @@ class Readout(Dense):
     def features(self, params: Params, x: Any) -> Float[Array, "*sample features"]:
         """The sample, scaled so that its sum of squares is what that of all is expected to be."""
         sample = self.sample(x)
-        # A second moment of few features estimates that of all, once scaled by how many the others
-        # are.
         positions = jax.eval_shape(self.fn, params, x).size
         return sample * (positions * sample.shape[-1] / sample.size) ** 0.5
 
@@ -318,12 +299,6 @@ class Readout(Dense):
         y, pullback = jax.vjp(lambda p: self.fn(p, x), params)
         return pullback(z.astype(y.dtype))[0]
 
-    def framed(self, num_frames: int) -> Readout:
-        if num_frames == 0:
-            return self
-        sample = _Framed(self.sample, (0,), num_frames)
-        return dataclasses.replace(self, fn=_Framed(self.fn, (None, 0), num_frames), sample=sample)
-
     def _lifted_rows(self, params: Params) -> int:
         return params["kernel"].shape[0]
 
@@ -332,16 +307,14 @@ class Readout(Dense):
 class Generic:
     """Any layer y = f(params, x): the local Jacobian by automatic differentiation.
 
-    ``vjp`` is JAX's own pull-back, custom gradient rules included. ``jvp`` is its transpose, since
-    the pull-back is linear in the cotangent (forward mode does not pass through
-    ``jax.custom_vjp``). A backward pass that cannot be transposed, such as a call to a foreign
-    kernel, needs ``pushforward``.
+    ``vjp`` is JAX's own pull-back, custom gradient rules included, and ``jvp`` the transpose of
+    that. A backward pass that cannot be transposed, such as a call to a foreign kernel, needs
+    ``pushforward``.
 
     Attributes:
-      fn: f, a function of ``(params, x, **options)``; hashable, and the same object for layers
-        solved together.
+      fn: ``(params, x, **options) → y``; hashable, and one object for layers solved together.
       options: static keyword arguments, as a tuple of pairs.
-      pushforward: optional ``(params, x, v, **options) → J v``; the transpose of f's pull-back.
+      pushforward: optional ``(params, x, v, **options) → J v``.
 
     >>> scale = Generic(lambda params, x: x * params["scale"])
     >>> state = scale.linearize({"scale": jnp.ones(2)}, jnp.array([[1.0, 2.0]]))
@@ -362,12 +335,6 @@ class Generic:
     def __call__(self, params: Params, x: Any) -> Array:
         return self.fn(params, x, **dict(self.options))
 
-    def framed(self, num_frames: int) -> Generic:
-        if num_frames == 0:
-            return self
-        pushforward = self.pushforward and _Framed(self.pushforward, (None, 0, None), num_frames)
-        return Generic(_Framed(self.fn, (None, 0), num_frames), self.options, pushforward)
-
     def linearize(self, params: Params, x: Any) -> Any:
         inputs = None if self.pushforward is None else (params, x)
         return jax.vjp(lambda p: self(p, x), params)[1], inputs
@@ -384,10 +351,23 @@ class Generic:
         return linearized[0](z)[0]
 
 
+# Functions that layers are made of, and which of their arguments frames are leading axes of.
+_ALONG_FRAMES = {"fn": (None, 0), "sample": (0,), "pushforward": (None, 0, None)}
+
+
+def framed(layer: Any, num_frames: int) -> Any:
+    """The layer on inputs with further leading axes."""
+    if num_frames == 0:
+        return layer
+    functions = {name: getattr(layer, name, None) for name in _ALONG_FRAMES}
+    mapped = {
+        name: _Framed(fn, _ALONG_FRAMES[name], num_frames) for name, fn in functions.items() if fn
+    }
+    return dataclasses.replace(layer, **mapped)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Framed:
-    """A function mapped over leading axes of the arguments marked 0 in ``in_axes``."""
-
     fn: Callable[..., Array]
     in_axes: tuple[int | None, ...]
     num_frames: int
@@ -404,10 +384,9 @@ class _Framed:
 
 
 def _filled(rows: int) -> int:
-    """So many rows of [W; b], with those of zeros that make them a multiple of 16 or 8.
+    """So many rows of [W; b], with those of zeros, where few, that make them a multiple of 16 or 8.
 
-    Where these are few: the devices of a mesh can divide them then, where an odd number of rows
-    would be kept by each as a whole, and matrix units meet whole tiles.
+    The devices of a mesh can divide them then, and matrix units meet whole tiles.
     """
     for unit in (16, 8):
         whole = -(-rows // unit) * unit

@@ -13,8 +13,13 @@ from flax import serialization, traverse_util
 
 from kfac.curvature._capture import current_capture
 from kfac.curvature._layers import Scale
-from kfac.curvature._registry import register_standard, registrations, tap_registered
-from kfac.step._state import Stats
+from kfac.curvature._registry import (
+    is_hashable,
+    register_standard,
+    registrations,
+    tap_registered,
+)
+from kfac.step._state import ARRAYS, Stats
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -60,8 +65,7 @@ def watch() -> contextlib.AbstractContextManager:
         overrides = context.orig_method.func is not inspect.unwrap(registered)  # pyright: ignore
         if is_formula and overrides:
             return run()
-        # Collections besides the parameters are state, such as batch statistics: no function of the
-        # parameters and x.
+        # Other collections are state, such as batch statistics: no function of parameters and x.
         state = dict(module.variables)
         own = traverse_util.flatten_dict(nn.unbox(state.pop("params", {})), sep="/")
         if registration.describe is not None:  # `nn.share_scope` puts other modules' beside them
@@ -78,7 +82,7 @@ def watch() -> contextlib.AbstractContextManager:
 
         base = "/".join(module.path)
         given = list(inspect.signature(context.orig_method).bind(*args, **kwargs).arguments.items())
-        has_state = bool(state) or not _is_hashable(call)
+        has_state = bool(state) or not is_hashable(call)  # as with a convolution's mask
         return tap_registered(
             capture, registration, base, module, own, call, run, rerun, has_state, given
         )
@@ -86,19 +90,9 @@ def watch() -> contextlib.AbstractContextManager:
     return nn.intercept_methods(intercept)
 
 
-def _is_hashable(call: _Call) -> bool:
-    """Whether there are no arrays among a module's attributes, such as a convolution's mask."""
-    try:
-        hash(call)
-    except TypeError:
-        return False
-    return True
-
-
-# `flax.serialization` knows named tuples, as the rest of the optimizer's state is, but no other
-# classes.
+# `flax.serialization` knows named tuples, as the rest of the optimizer's state is, alone.
 serialization.register_serialization_state(
     Stats,
-    lambda stats: {name: getattr(stats, name) for name in stats.arrays},
+    lambda stats: {name: getattr(stats, name) for name in ARRAYS},
     lambda stats, state: dataclasses.replace(stats, **state),
 )

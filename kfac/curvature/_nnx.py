@@ -1,7 +1,6 @@
 """Flax NNX: finds layers while the loss is traced, without touching the model.
 
-NNX has no interceptors, so the methods that are layers are replaced on their classes while a
-capture runs.
+NNX has no interceptors: methods that are layers are replaced on their classes while a capture runs.
 """
 
 from __future__ import annotations
@@ -18,21 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
+from kfac.curvature import _registry as registry
 from kfac.curvature._capture import current_capture
 from kfac.curvature._layers import Generic
-from kfac.curvature._registry import (
-    Registration,
-    register_layer,
-    register_standard,
-    registrations,
-    tap_registered,
-)
 from kfac.curvature._tracing import OfArrays
 
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-register_standard(nnx, nnx.Linear, nnx.LinearGeneral)
+registry.register_standard(nnx, nnx.Linear, nnx.LinearGeneral)
 
 
 def _low_rank(params: dict[str, Array], x: Array) -> Array:
@@ -40,7 +33,7 @@ def _low_rank(params: dict[str, Array], x: Array) -> Array:
 
 
 # What it adds to its base module, which is a layer of its own.
-register_layer(nnx.LoRA, describe=lambda module: Generic(_low_rank))
+registry.register_layer(nnx.LoRA, describe=lambda module: Generic(_low_rank))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +56,12 @@ watch = contextlib.nullcontext  # what is replaced finds the capture by itself
 
 def replacements() -> Iterator[tuple[Any, str, Callable[[Callable], Callable]]]:
     """(Owner, name, original → replacement) of every method that is a layer."""
-    for registration in registrations(nnx.Module):
+    for registration in registry.registrations(nnx.Module):
         tapped = functools.partial(_tapped_method, registration=registration)
         yield registration.cls, registration.method, tapped
 
 
-def _tapped_method(original: Callable, registration: Registration) -> Callable:
+def _tapped_method(original: Callable, registration: registry.Registration) -> Callable:
     signature = inspect.signature(original)
 
     def method(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +83,7 @@ def _tapped_method(original: Callable, registration: Registration) -> Callable:
             return original(twin, *args, **kwargs)
 
         given = list(signature.bind(module, *args, **kwargs).arguments.items())[1:]
-        return tap_registered(
+        return registry.tap_registered(
             capture, registration, base, module, params, call, run, rerun, has_state, given
         )
 
@@ -98,25 +91,19 @@ def _tapped_method(original: Callable, registration: Registration) -> Callable:
 
 
 def _variables(module: nnx.Module, deep: bool) -> tuple[dict[str, Array], bool]:
-    """The parameters of a module, of its submodules too if deep; and whether it holds others.
-
-    Arrays as they are, such as the mask of a convolution, are others, too.
-    """
+    """The parameters of a module, with its submodules' if deep; whether it holds other arrays."""
     graph = vars(module)
     if deep:
         graph = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(module)}
-    found = {name: node for name, node in graph.items() if isinstance(node, nnx.Variable)}
-    own = {n: node.get_raw_value() for n, node in found.items() if isinstance(node, nnx.Param)}
-    arrays = any([isinstance(node, jax.Array | np.ndarray) for node in graph.values()])
-    others = arrays or len(own) < len(found)
-    return {n: array for n, array in own.items() if array is not None}, others
+    params = {name: node for name, node in graph.items() if isinstance(node, nnx.Param)}
+    arrays = (nnx.Variable, jax.Array, np.ndarray)  # such as statistics, or a convolution's mask
+    others = any([isinstance(graph[name], arrays) for name in graph.keys() - params])
+    own = {name: node.get_raw_value() for name, node in params.items()}
+    return {name: array for name, array in own.items() if array is not None}, others
 
 
 def split(loss_fn: Callable, params: Any, args: tuple, has_aux: bool) -> OfArrays | None:
-    """The loss function of arrays, as ``nnx.value_and_grad`` sees modules; None without any.
-
-    The state is that of all modules, such as statistics and counts of random numbers.
-    """
+    """The loss function of arrays, as ``nnx.value_and_grad`` sees modules; None without any."""
     places = [isinstance(node, nnx.Pytree) for node in (params, *args)]
     if not any(places):
         return None

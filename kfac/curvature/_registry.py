@@ -18,7 +18,7 @@ Describe = Callable[[Any], "Dense | Generic | None"]
 
 
 class Registration(NamedTuple):
-    """A method that is a layer; the fields are as ``register_layer`` has them."""
+    """A method that is a layer, as ``register_layer`` has it."""
 
     cls: type
     method: str
@@ -28,7 +28,7 @@ class Registration(NamedTuple):
     def layer(
         self, module: Any, call: Callable, has_state: bool, beside: dict[str, Any]
     ) -> Generic | Dense | str:
-        """The layer that ``call``, of the module's parameters and its input, is, or why none.
+        """The layer that ``call`` is, of the parameters and its input, or why none.
 
         ``beside`` is what else it is called with, by name.
         """
@@ -37,17 +37,22 @@ class Registration(NamedTuple):
         if self.scales_features(module):
             return Scale(fn=_scaled if has_state or beside else call)
         options = tuple(beside.items())
-        try:
-            hash(options)
-        except TypeError:
+        if not is_hashable(options):
             return f"arrays are among what it is called with beside its input: {', '.join(beside)}"
         return "it holds state" if has_state else Generic(call, options)
 
     def scales_features(self, module: Any) -> bool:
         """Whether a module's parameters act on each feature of the last axis alone."""
-        # A norm along other axes has scales that do not belong to features of the last one.
         axes = getattr(module, "feature_axes", getattr(module, "axis", -1))
         return self.kind is Scale and axes in (-1, (-1,))
+
+
+def is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 _DENSE_ROLES = {"kernel", "bias", "scale"}
@@ -63,17 +68,15 @@ def register_layer(
 ) -> None:
     """Makes a method of a Flax module class (NNX or Linen) a layer with curvature of its own.
 
-    The method's first argument is the layer's input, with the example axis first and the features
-    last; its result is an array. Flax's own dense, convolution, embedding, einsum and normalisation
-    layers and ``nnx.LoRA`` are registered already.
+    Its first argument is the layer's input, with the example axis first and the features last; its
+    result is an array. Flax's own dense, convolution, embedding, einsum and normalisation layers
+    and ``nnx.LoRA`` are registered already.
 
     Args:
-      cls: the class that defines the method.
-      method: ``"__call__"``, or a method that is called on it.
+      cls, method: the class that defines the method, and its name.
       describe: module → ``kfac.Dense()``, ``kfac.L1Dense()``, ``kfac.Generic(fn, …)`` or None (no
-        layer). The layer's parameters are those that the module owns directly, by attribute name.
-        Without ``describe`` the method itself is differentiated, and modules called inside it, with
-        their parameters, are part of it.
+        layer), of parameters that the module owns directly, by attribute name. Without it the
+        method itself is differentiated, with the modules that are called inside it.
       kind: without ``describe``, ``kfac.Scale`` for a module whose parameters ``scale`` and
         ``bias`` act on each feature of the last axis alone, as those of norms do.
 
@@ -132,13 +135,8 @@ def tap_registered(
 ) -> Any:
     """Runs and taps a call of a Flax layer, or tells why there is none to tap.
 
-    Args:
-      base: what the call is called if its parameters are not known.
-      call: the method as a function of parameters, input and options.
-      run: the call itself.
-      rerun: the call itself with other parameters.
-      has_state: whether the module holds arrays that are no parameters.
-      given: the arguments of the call by name, in the order of its signature.
+    ``call`` is the method as a function of parameters, input and options, ``run`` the call itself,
+    ``rerun`` that with other parameters, ``given`` its arguments by name, the input first.
     """
     x: Any = given[0][1] if given else None
     beside = {name: argument for name, argument in given[1:] if argument is not None}
@@ -152,11 +150,13 @@ def tap_registered(
         layer = "its input is no array"
     if isinstance(layer, str):
         return capture.tap(base, None, x, y, params, reason=layer) if _is_array(y) else y
-    params = _parameters_of(layer, registration, module, params, x, capture)
+    method = registration.method
+    if getattr(type(module), method) is not getattr(registration.cls, method):
+        params = _parameters_read(layer, params, x, capture)
     if not isinstance(layer, Dense):
         return capture.tap(base, layer, x, y, params)
     # Contracted axes and output axes of general dense layers become one axis each.
-    axes = getattr(module, "axis", -1) if not layer.elementwise else -1
+    axes = -1 if isinstance(layer, Scale) else getattr(module, "axis", -1)
     # Flax contracts them in their order in x, whatever the order in which they are named.
     axes = sorted([a % x.ndim for a in ((axes,) if isinstance(axes, int) else axes)])
     others = [a for a in range(x.ndim) if a not in axes]
@@ -165,20 +165,10 @@ def tap_registered(
     return capture.tap(base, layer, matrix, flat, params).reshape(y.shape)
 
 
-def _parameters_of(
-    layer: Dense | Generic,
-    registration: Registration,
-    module: Any,
-    params: dict[str, Any],
-    x: Any,
-    capture: Capture,
+def _parameters_read(
+    layer: Dense | Generic, params: dict[str, Any], x: Any, capture: Capture
 ) -> dict[str, Any]:
-    """The parameters that the layer reads: a class derived of a registered one may have others."""
-    derived = getattr(type(module), registration.method) is not getattr(
-        registration.cls, registration.method
-    )
-    if not derived:
-        return params
+    """Those of a class that is derived of a registered one, and may have others."""
     if isinstance(layer, Dense):
         return {name: params[name] for name in _DENSE_ROLES & params.keys()}
     with capture.mute():
@@ -189,7 +179,7 @@ def _parameters_of(
 
 
 def _scaled(params: dict[str, Any], normalized: Any) -> Any:
-    """The learned part of a norm that holds state, which has normalized the input."""
+    """The learned part of a norm that has normalized the input by its state."""
     y = normalized * params["scale"] if "scale" in params else normalized
     return y + params["bias"] if "bias" in params else y
 

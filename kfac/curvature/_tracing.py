@@ -1,4 +1,9 @@
-"""Traces of a loss function in which layers report to a capture, however the model is written."""
+"""Traces of a loss function in which layers report to a capture, however the model is written.
+
+A tap leaves a *mark* in the traced program, with the layer's parameters as inputs. The program
+says, through every scan, vmap, checkpoint and jit, which of these are arrays of the differentiated
+tree, cast and sliced by scans and vmaps at most, and which taps the loss depends on.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +14,15 @@ import importlib
 import posixpath
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.extend import core
 
-from kfac._trees import flatten
-from kfac.curvature._capture import Capture, Role, Tap, scan
-from kfac.curvature._provenance import Call, Derived, Source, paths_of, read
+from kfac._arrays import flatten
+from kfac.curvature._capture import Capture, Param, Tap, scan
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -52,8 +58,12 @@ def record_taps(loss_fn: Callable, params: PyTree, args: tuple) -> dict[str, Tap
         with _watched(Capture(params, met)):
             return jax.tree.leaves(loss_fn(params, *own))[:1]  # the loss
 
-    program, paths = jax.make_jaxpr(traced)(params, arrays), list(flatten(params))
-    calls, seen = read(program, len(paths))
+    program, paths = jax.make_jaxpr(traced)(params, arrays).jaxpr, list(flatten(params))
+    calls: Calls = {}
+    sources = [_Node(Source(i, tuple(range(v.aval.ndim)))) for i, v in enumerate(program.invars)]
+    others = [_NOTHING] * (len(sources) - len(paths))
+    outputs = _read(program, [*sources[: len(paths)], *others], (), calls)
+    seen = outputs[0].marks if outputs else frozenset()
     taps: dict[str, Tap] = {}
     for key, tap in met.items():
         if key in calls:
@@ -70,9 +80,9 @@ def record_taps(loss_fn: Callable, params: PyTree, args: tuple) -> dict[str, Tap
 
 
 def _located(tap: Tap, calls: list[Call], seen: bool, paths: list[str]) -> Tap:
-    """A tap with its parameters, or with the reason why it is not captured."""
     call = calls[0]
-    params: dict[str, Role] = {}
+    params: dict[str, Param] = {}
+    found: set[tuple[bool, ...]] = set()
     reasons = [tap.reason]
     for i, (role, origin) in enumerate(zip(tap.shapes, call.origins, strict=True)):
         if isinstance(origin, Derived):
@@ -84,7 +94,8 @@ def _located(tap: Tap, calls: list[Call], seen: bool, paths: list[str]) -> Tap:
         else:
             mapped = [axes[i] for _, axes in reversed(call.vmaps)]
             stacked, stack_axes, rest = _frames(origin, call.scans, mapped)
-            params[role] = Role(paths[origin.input], stacked, stack_axes)
+            found.add(stacked)
+            params[role] = Param(paths[origin.input], tap.shapes[role], stack_axes)
             if rest != sorted(rest):
                 reasons.append(f"parameter {role!r} is transposed inside the loss")
     if not seen:
@@ -99,15 +110,18 @@ def _located(tap: Tap, calls: list[Call], seen: bool, paths: list[str]) -> Tap:
             "it stands in a loop that kfac does not see, such as jax.lax.map or fori_loop; use "
             "kfac.scan"
         )
-    origins = [origin for call in calls for origin in call.origins]
+    if len(found) != 1:
+        reasons.append("some of its parameters are stacked and others shared")
+    origins = [origin for call in calls for origin in call.origins if origin is not None]
     moving = [origin for origin in origins if seen and getattr(origin, "moves", True)]
     return dataclasses.replace(
         tap,
         vmaps=tuple([size for size, _ in reversed(call.vmaps)]),
         params=params,
+        stacked=next(iter(found), ()),
         reason=next(filter(None, reasons), None),
-        touched=paths_of(origins, paths),
-        moved=paths_of(moving, paths),
+        touched=frozenset([paths[i] for i in _inputs_of(origins)]),
+        moved=frozenset([paths[i] for i in _inputs_of(moving)]),
     )
 
 
@@ -146,45 +160,46 @@ def tapped(loss_fn: Callable, taps: dict[str, Tap]) -> Callable:
     return with_slots
 
 
+# ---- While a capture runs, functions of other libraries are replaced by ones that look for it.
+
+
 @contextlib.contextmanager
 def _watched(capture: Capture) -> Iterator[None]:
     """Within it, layers and scans on this thread report to this capture."""
-    with _patches, capture.active(), contextlib.ExitStack() as stack:
+    with _replaced(), capture.active(), contextlib.ExitStack() as stack:
         for adapter in _adapters():
             stack.enter_context(adapter.watch())
         yield
 
 
 def _adapters() -> list[Any]:
-    """The modules that find layers of the libraries that this program uses."""
     libraries = {"flax.linen": "kfac.curvature._linen", "flax.nnx": "kfac.curvature._nnx"}
     return [importlib.import_module(a) for name, a in libraries.items() if name in sys.modules]
 
 
-class _Patches:
-    """Replaces functions of other libraries while any capture runs, by ones that look for it."""
+_lock, _undo = threading.Lock(), contextlib.ExitStack()
+_captures = 0  # that run, on all threads
 
-    def __init__(self):
-        self.lock = threading.Lock()
-        self.count = 0
-        self.undo = contextlib.ExitStack()
 
-    def __enter__(self) -> None:
-        with self.lock:
-            if self.count == 0:
-                with contextlib.ExitStack() as stack:  # undoes what is done if one of them fails
-                    _replace(stack, jax.lax, "scan", lambda original: scan)
-                    for adapter in _adapters():
-                        for owner, name, make in adapter.replacements():
-                            _replace(stack, owner, name, make)
-                    self.undo = stack.pop_all()
-            self.count += 1
-
-    def __exit__(self, *exc_info: object) -> None:
-        with self.lock:
-            self.count -= 1
-            if self.count == 0:
-                self.undo.close()
+@contextlib.contextmanager
+def _replaced() -> Iterator[None]:
+    global _captures
+    with _lock:
+        if _captures == 0:
+            with contextlib.ExitStack() as stack:  # undoes what is done if one of them fails
+                _replace(stack, jax.lax, "scan", lambda original: scan)
+                for adapter in _adapters():
+                    for replacement in adapter.replacements():
+                        _replace(stack, *replacement)
+                _undo.push(stack.pop_all())
+        _captures += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _captures -= 1
+            if _captures == 0:
+                _undo.close()
 
 
 def _replace(stack: contextlib.ExitStack, owner: Any, name: str, make: Callable) -> None:
@@ -198,4 +213,192 @@ def _replace(stack: contextlib.ExitStack, owner: Any, name: str, make: Callable)
     stack.callback(setattr, owner, name, original)
 
 
-_patches = _Patches()
+# ---- The program of a loss, read from its inputs to its outputs.
+
+
+class Source(NamedTuple):
+    """An array of the differentiated tree."""
+
+    input: int  # which of the arrays of the tree
+    axes: tuple[int, ...]  # of each axis of the array, which one of the parameter it is
+    # (depth of the scan, axis of the parameter) for each scan that slices it
+    scans: tuple[tuple[int, int], ...] = ()
+
+
+class Derived(NamedTuple):
+    """What was computed from arrays of the differentiated tree, not by way of a tapped layer."""
+
+    inputs: frozenset[int]  # which of these
+    by: str  # the operation
+    moves: bool  # whether a gradient flows back to them
+
+
+Origin = Source | Derived | None  # None: of other arrays alone
+
+
+class Call(NamedTuple):
+    """A mark in the program."""
+
+    origins: tuple[Origin, ...]  # of the layer's parameters
+    # lengths of the loops around it, outermost first; None for a loop without one
+    scans: tuple[int | None, ...]
+    # (size, mapped axis of each parameter) of the vmaps around it, innermost first
+    vmaps: tuple[tuple[int, tuple[int | None, ...]], ...]
+
+
+Calls = dict[str, list[Call]]  # every mark, as often as it is met
+
+
+class _Node(NamedTuple):
+    """Where a value comes from, and the marks whose output moves it."""
+
+    origin: Origin = None
+    marks: frozenset[str] = frozenset()
+
+
+_NOTHING = _Node()
+
+
+def _read(
+    jaxpr: core.Jaxpr, inputs: Sequence[_Node], scans: tuple[int | None, ...], calls: Calls
+) -> list[_Node]:
+    """The outputs' nodes; writes the marks that are met to ``calls``."""
+    nodes = dict.fromkeys(jaxpr.constvars, _NOTHING)
+    nodes.update(zip(jaxpr.invars, inputs, strict=True))
+    for eqn in jaxpr.eqns:
+        into = [_NOTHING if isinstance(v, core.Literal) else nodes[v] for v in eqn.invars]
+        if rule := _RULES.get(eqn.primitive.name):
+            outputs = rule(eqn, into, scans, calls)
+        else:
+            outputs = [_mixed(into, eqn.primitive.name)] * len(eqn.outvars)
+        for v, output in zip(eqn.outvars, outputs, strict=True):
+            # No gradient flows through whole numbers.
+            moves = jnp.issubdtype(getattr(v.aval, "dtype", jnp.int32), jnp.inexact)
+            nodes[v] = output if moves else output._replace(marks=frozenset())
+    return [_NOTHING if isinstance(v, core.Literal) else nodes[v] for v in jaxpr.outvars]
+
+
+def _marked(eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
+    key, origins = eqn.params["key"], tuple([n.origin for n in inputs[2:]])
+    calls.setdefault(key, []).append(Call(origins, scans, eqn.params["vmaps"]))
+    return [_Node(None, inputs[0].marks | {key})]
+
+
+def _passed(eqn: Any, inputs: list[_Node], *_: Any) -> list[_Node]:
+    return inputs[: len(eqn.outvars)]
+
+
+def _transposed(eqn: Any, inputs: list[_Node], *_: Any) -> list[_Node]:
+    origin = inputs[0].origin
+    if not isinstance(origin, Source):
+        return inputs
+    axes = tuple(origin.axes[axis] for axis in eqn.params["permutation"])
+    return [inputs[0]._replace(origin=origin._replace(axes=axes))]
+
+
+def _stopped(eqn: Any, inputs: list[_Node], *_: Any) -> list[_Node]:
+    origins = [inputs[0].origin] if inputs[0].origin is not None else []
+    return [_Node(Derived(_inputs_of(origins), "stop_gradient", False) if origins else None)]
+
+
+def _called(eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
+    names = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
+    jaxpr = next(eqn.params[name] for name in names if name in eqn.params)
+    return _read(_open(jaxpr), inputs, scans, calls)
+
+
+def _with_own_rule(eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
+    # Whatever stands inside, its gradient is what the rule says.
+    inner = _called(eqn, inputs, scans, calls)
+    return [_mixed([*inputs, *inner], eqn.primitive.name)] * len(eqn.outvars)
+
+
+def _branched(eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
+    outputs = [_read(_open(b), inputs[1:], scans, calls) for b in eqn.params["branches"]]
+    return [functools.reduce(_agreed, nodes) for nodes in zip(*outputs, strict=True)]
+
+
+def _scanned(eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
+    num_consts, num_carry = _scan_parts(eqn.params)
+    consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
+    xs = [_sliced(n, len(scans)) for n in inputs[num_consts + num_carry :]]
+    inside = (*scans, eqn.params["length"])
+    while True:  # what the carry holds after any number of rounds
+        met: Calls = {}
+        outputs = _read(_open(eqn.params["jaxpr"]), [*consts, *carry, *xs], inside, met)
+        after = [_agreed(old, new) for old, new in zip(carry, outputs, strict=False)]
+        if after == carry:
+            break
+        carry = after
+    for key, found in met.items():
+        calls.setdefault(key, []).extend(found)
+    return [*carry, *[_mixed([n], "scan") for n in outputs[num_carry:]]]
+
+
+def _looped(eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
+    body, skipped = _open(eqn.params["body_jaxpr"]), eqn.params["cond_nconsts"]
+    into = [_mixed([n], "while_loop") for n in inputs[skipped:]]
+    outputs = _read(body, into, (*scans, None), calls)
+    return [_mixed([*inputs, *outputs], "while_loop")] * len(eqn.outvars)
+
+
+_PASSES = (
+    "convert_element_type copy copy_p device_put layout_constraint mesh_cast name "
+    "optimization_barrier pcast pvary reduce_precision reshard sharding_constraint"
+)
+_CALLS = "checkpoint closed_call core_call custom_vmap_call jit pjit remat remat2 shard_map"
+_RULES: dict[str, Callable[[Any, list[_Node], tuple, Calls], list[_Node]]] = {
+    "kfac_mark": _marked,
+    "transpose": _transposed,
+    "stop_gradient": _stopped,
+    "cond": _branched,
+    "scan": _scanned,
+    "while": _looped,
+    **dict.fromkeys(_PASSES.split(), _passed),
+    **dict.fromkeys(_CALLS.split(), _called),
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), _with_own_rule),
+}
+
+
+def _open(jaxpr: Any) -> Any:
+    """A program without its constants; JAX 0.11 and later keep no other."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _scan_parts(params: Any) -> tuple[int, int]:
+    """How many inputs of a scan are the same at each turn, and how many it carries."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # from JAX 0.11 on
+    return len(consts), len(carry)
+
+
+def _sliced(node: _Node, depth: int) -> _Node:
+    """A node of what a scan goes through, inside of it."""
+    origin = node.origin
+    if not isinstance(origin, Source):
+        return node
+    scans = (*origin.scans, (depth, origin.axes[0]))
+    return node._replace(origin=Source(origin.input, origin.axes[1:], scans))
+
+
+def _agreed(one: _Node, other: _Node) -> _Node:
+    if one.origin == other.origin:
+        return one._replace(marks=one.marks | other.marks)
+    return _mixed([one, other], "cond or scan")
+
+
+def _mixed(nodes: Sequence[_Node], by: str) -> _Node:
+    marks = frozenset().union(*[node.marks for node in nodes])
+    known = [node.origin for node in nodes if node.origin is not None]
+    if not known:
+        return _Node(None, marks)
+    if len(known) == 1 and isinstance(known[0], Derived):
+        return _Node(known[0], marks)  # the first operation says more than the last
+    moves = any([not isinstance(origin, Derived) or origin.moves for origin in known])
+    return _Node(Derived(_inputs_of(known), by, moves), marks)
+
+
+def _inputs_of(origins: Sequence[Source | Derived]) -> frozenset[int]:
+    made = [o.inputs if isinstance(o, Derived) else frozenset([o.input]) for o in origins]
+    return frozenset().union(*made)

@@ -9,22 +9,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kfac._sharing import divides_lanes, over_devices
-from kfac._trees import all_finite, concatenated
+from kfac._arrays import all_finite, concatenated, divides_lanes, over_devices
 from kfac.curvature._blocks import Block
 from kfac.curvature._gather import Curvature
 from kfac.solve import _solvers as solver
 from kfac.solve import _systems as systems
-from kfac.solve._inverses import damped_inverses
 from kfac.solve._solvers import Solution
 from kfac.solve._systems import System
-from kfac.step._options import Options
-from kfac.step._state import Averages, State
+from kfac.step._state import Averages, Options, State
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
 
-    from kfac._trees import Flat
+    from kfac._arrays import Flat
     from kfac.solve._systems import Factors, Lanes
 
     Vectors = dict[str, Lanes]  # block → its parameters
@@ -35,8 +32,6 @@ _WITHOUT_INVERSES = 2
 
 
 class Step(NamedTuple):
-    """What a step starts from."""
-
     owned: dict[str, Block]  # the blocks by name
     params: Flat  # by path
     state: State  # of the optimizer
@@ -45,20 +40,19 @@ class Step(NamedTuple):
     options: Options  # of the optimizer
 
     def to_vectors(self, flat: Flat) -> Vectors:
-        """The blocks' parts of arrays by path."""
         return {name: systems.lanes_of(block, flat) for name, block in self.owned.items()}
 
     def from_vectors(self, vectors: Vectors, like: Flat) -> Flat:
         """The inverse of ``to_vectors``, with the shapes and dtypes of ``like``."""
         flat: Flat = {}
         for name, block in self.owned.items():
-            flat |= systems.to_flat(block, vectors[name], like)
+            for param, array in zip(block.params, vectors[name], strict=True):
+                target = like[param.path]
+                flat[param.path] = param.from_lanes(array, target.shape).astype(target.dtype)
         return flat
 
 
 class Problem(NamedTuple):
-    """The linear systems of one step."""
-
     b: Vectors  # the gradients of the blocks
     groups: list[System]  # the systems, blocks of equal form together
     damping: Float[Array, ""]  # λ
@@ -67,11 +61,9 @@ class Problem(NamedTuple):
 
 
 def pose(step: Step, gradients: Flat) -> Problem:
-    """The systems of this step, for these gradients."""
     forms = step.options.forms(step.owned)
     factors, weight = _average_factors(step)
-    # Sums begin at 0: divided by their weight they are averages from the first step on. It is 0
-    # until curvature is in.
+    # Sums divided by their weight, which is 0 until curvature is in, are averages.
     weight_or_tiny = jnp.maximum(weight, jnp.finfo(weight.dtype).tiny)
 
     def build(names: Iterable[str]) -> list[System]:
@@ -83,7 +75,12 @@ def pose(step: Step, gradients: Flat) -> Problem:
     damping = jnp.asarray(step.options.damping, weight.dtype)
     traces, gamma = _damp(step, groups, damping)
     inverses = _refresh_inverses(step, build, gamma)
-    groups = [system.preconditioned(inverses) for system in groups]
+    groups = [
+        dataclasses.replace(
+            system, inverses=tuple([inverses[b.name] for b in system.blocks if b.name in inverses])
+        )
+        for system in groups
+    ]
     averages = Averages(factors, traces, weight, step.state.averages.coherence, inverses)
     return Problem(step.to_vectors(gradients), groups, damping, gamma, averages)
 
@@ -118,23 +115,19 @@ def _average_factors(step: Step) -> tuple[Factors, Array]:
 
     if step.curvature.fresh is None:
         return update()
-    # Not jnp.where: a step between two curvature batches is to save the products, too, and their
-    # cotangents are zeros.
+    # Not jnp.where: a step between two curvature batches is to save the products, too.
     return jax.lax.cond(step.curvature.fresh, update, lambda: (old.factors, old.weight))
 
 
 def _damp(step: Step, groups: list[System], damping: Array) -> tuple[dict, dict[str, Array]]:
-    """Running traces, and γ of each block."""
     state, decay = step.state, step.options.factor_decay
     if step.options.literal:
         return {}, {b.name: jnp.broadcast_to(damping, (b.lanes,)) for s in groups for b in s.blocks}
     decay = jnp.asarray(decay, damping.dtype)
-    # By system and not by block: each block's own few numbers would be kernels of their own on a
-    # GPU.
+    # By system: each block's own few numbers would be kernels of their own on a GPU.
     traces, means = {}, []
     for i, system in enumerate(groups):
-        # Signs from the number of the step: a run that resumes draws the same, and no key has to be
-        # kept for it.
+        # Signs from the number of the step: a run that resumes draws the same.
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), i), state.count)
         trace = average = system.trace(key)
         if system.form != "factors":  # whose trace is that of averages
@@ -145,8 +138,7 @@ def _damp(step: Step, groups: list[System], damping: Array) -> tuple[dict, dict[
             average = sums[:, 0] / jnp.maximum(sums[:, 1], jnp.finfo(sums.dtype).tiny)
             traces |= system.by_block(sums)
         means.append(average.astype(damping.dtype) / system.blocks[0].size)
-    # A share of the mean eigenvalue: blocks differ by orders of magnitude, and one γ would be
-    # nothing to some and all that others see.
+    # A share of the mean eigenvalue, since blocks differ by orders of magnitude.
     gamma = {}
     for system, mean in zip(groups, means, strict=True):
         gamma |= system.by_block(damping * mean)
@@ -161,35 +153,36 @@ def _refresh_inverses(step: Step, build: Callable, gamma: dict[str, Array]) -> F
         return old
 
     def invert() -> Factors:
-        # Built in here: XLA copies what a branch takes from outside at every step, stacks of all
-        # factors among it, and most steps invert nothing.
-        inverses = damped_inverses(build(old), gamma)
+        # Built in here: XLA copies what a branch takes from outside at every step.
+        inverses = solver.damped_inverses(build(old), gamma)
         return {n: tuple(a.astype(old[n][0].dtype) for a in pair) for n, pair in inverses.items()}
 
-    # An old inverse costs iterations, not the solution: CG solves today's system whatever it is
-    # preconditioned by.
+    # An old inverse costs CG iterations, not the solution.
     due = (count % step.options.inverse_interval == 0) | (averages.weight == 0)
     return jax.lax.cond(step.sound & due, invert, lambda: old)
 
 
 def solve(problem: Problem, warm: Vectors | None, options: Options) -> dict[str, Solution]:
+    """By block, the solution; ``warm`` is where CG starts."""
     solved: dict[str, Solution] = {}
     for system in problem.groups:
         names = [block.name for block in system.blocks]
         b = concatenated([problem.b[name] for name in names])
         gamma = jnp.concatenate([problem.gamma[name] for name in names])
         x0 = None if warm is None else concatenated([warm[name] for name in names])
-        solved |= system.by_block(_share(system, b, gamma, x0, options))
+        # Products of captured arrays are divided by examples already, as the batch is, and XLA adds
+        # up their parts. Of factors, which no batch divides, each device solves for some lanes.
+        if system.form == "factors" and divides_lanes():
+            solution = _solved_by_devices(system, b, gamma, x0, options)
+        else:
+            solution = _solved(system, b, gamma, x0, options)
+        solved |= system.by_block(solution)
     return solved
 
 
-def _share(system: System, b: tuple, gamma: Array, x0: tuple | None, options: Options) -> Solution:
-    """Solves a system; of factors, which no batch divides, each device solves for some lanes."""
-    # Products of captured arrays are divided by examples already, as the batch is, and XLA adds up
-    # their parts.
-    if system.form != "factors" or not divides_lanes():
-        return _solved(system, b, gamma, x0, options)
-
+def _solved_by_devices(
+    system: System, b: Lanes, gamma: Array, x0: Lanes | None, options: Options
+) -> Solution:
     def solve_lanes(
         params: Any, b: Any, gamma: Any, x0: Any, state: Any, inverses: Any
     ) -> Solution:
@@ -200,7 +193,7 @@ def _share(system: System, b: tuple, gamma: Array, x0: tuple | None, options: Op
     return over_devices(solve_lanes, system.params, b, gamma, x0, kept=(system.state, inverses))
 
 
-def _solved(system: System, b: tuple, gamma: Array, x0: tuple | None, options: Options) -> Solution:
+def _solved(system: System, b: Lanes, gamma: Array, x0: Lanes | None, options: Options) -> Solution:
     packed = system.pack(b)
     if options.solver == "dual":
         examples = system.program[0].num_examples

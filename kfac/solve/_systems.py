@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 
-from kfac._sharing import mean_over, names_of, over_devices, own_along
-from kfac._trees import concatenated
+from kfac._arrays import concatenated, mean_over, names_of, over_devices, own_along
 from kfac.curvature import _blocks as blocks
 from kfac.curvature._blocks import Block
 from kfac.curvature._gather import Curvature
@@ -20,9 +19,9 @@ from kfac.solve import _solvers as solver
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
 
-    from kfac._sharing import AxisName
+    from kfac._arrays import AxisName
+    from kfac.curvature._blocks import Lane
 
-    Lane = tuple[Array, ...]
     Lanes = tuple[Float[Array, "lane ..."], ...]
     Factors = dict[str, tuple[Array, ...]]
 
@@ -38,13 +37,13 @@ Jacobian; that of independent inputs and cotangents, through the Jacobian; that 
 class System:
     """One or several blocks whose products are computed together, lane by lane."""
 
-    blocks: tuple[Block, ...]  # the blocks, in the order of their lanes
+    blocks: tuple[Block, ...]  # in the order of their lanes
     form: Form  # of F
     program: tuple[Any, ...]  # the calls of one lane
-    params: Lanes  # current parameters, with leading lane axis
+    params: Lanes  # current parameters
     state: PyTree[Array]  # what the products need: local Jacobians, factors
-    g: tuple[Array, ...] = ()  # cotangents per use, or () where F does not depend on them
-    inputs: tuple[Any, ...] = ()  # captured inputs per use, of exact blocks
+    g: tuple[Array, ...] = ()  # cotangents per use, of exact blocks
+    inputs: tuple[Any, ...] = ()  # captured inputs per use, likewise
     # of the damped factors, that precondition CG: pairs for some lanes each, or ()
     inverses: tuple[tuple[Array, ...], ...] = ()
     parts: tuple[System, ...] = ()  # the systems of single blocks that were stacked, or ()
@@ -52,18 +51,16 @@ class System:
     axis_name: AxisName = None
     weights: Array | None = None  # of examples, see ``_example_weights``, likewise
 
-    @functools.cached_property
-    def packs(self) -> bool:
-        """Whether vectors are matrices [V; v_b]: the solver's operations are fewer and larger."""
-        return self.blocks[0].factored
-
     def pack(self, v: Lanes) -> PyTree[Array]:
-        """A vector as the solver sees it: a matrix for dense blocks, else the parameters."""
+        """A vector as the solver sees it, so that its operations are fewer and larger.
+
+        A matrix [V; v_b] for factored blocks, else the parameters.
+        """
         use = self.program[0]
-        return jax.vmap(lambda v: use.layer.matrix(use.own(v)))(v) if self.packs else v
+        return jax.vmap(lambda v: use.layer.matrix(use.own(v)))(v) if self.blocks[0].factored else v
 
     def unpack(self, packed: PyTree[Array]) -> Lanes:
-        if not self.packs:
+        if not self.blocks[0].factored:
             return packed
         use = self.program[0]
         parts = jax.vmap(lambda p, v: use.layer.unmatrix(use.own(p), v))(self.params, packed)
@@ -71,7 +68,6 @@ class System:
         return tuple([parts[roles[i]] for i in range(len(roles))])
 
     def product(self, v: Lanes) -> Lanes:
-        """F v of every lane."""
         if self.form == "factors":
             return self.unpack(self.matvec(self.pack(v)))
 
@@ -100,11 +96,19 @@ class System:
         """M⁻¹ r for packed r, by the inverses of the factors; r itself where there are none."""
         if not self.inverses:
             return r
+
+        def stacked(inverses: tuple, r: Array) -> Array:
+            left, right = concatenated(inverses)
+            return _between(left, r, right)
+
+        def in_parts(inverses: tuple, r: Array) -> Array:
+            ends = list(itertools.accumulate(len(left) for left, _ in inverses))
+            parts = zip(inverses, jnp.split(r, ends[:-1]), strict=True)
+            return jnp.concatenate([_between(left, part, right) for (left, right), part in parts])
+
         # Stacked they are one product of a batch, which fills a GPU. On CPUs each lane's product
         # fills the cores, and the stack would be a copy of all inverses at every step.
-        return jax.lax.platform_dependent(
-            self.inverses, r, cpu=_preconditioned_in_parts, default=_preconditioned
-        )
+        return jax.lax.platform_dependent(self.inverses, r, cpu=in_parts, default=stacked)
 
     def squared_weights(self) -> Float[Array, " lane"]:
         """‖θ‖² of every lane; of each part, since a stack would be a copy of all parameters."""
@@ -119,20 +123,14 @@ class System:
 
         return jax.vmap(one)(self.state, self.g, self._own(v)).sum(0)
 
-    def preconditioned(self, inverses: Factors) -> System:
-        """This system with the inverses of its blocks' damped factors, where there are any."""
-        own = tuple([inverses[block.name] for block in self.blocks if block.name in inverses])
-        return dataclasses.replace(self, inverses=own)
-
     def damped_factors(self, gamma: dict[str, Array]) -> dict[str, tuple[Lanes, Lanes]]:
-        """By block, 𝒜 with π√γ and 𝒢 with √γ/π, where π² = (tr 𝒜 / rows) / (tr 𝒢 / columns).
+        """By block, 𝒜 with π√γ and 𝒢 with √γ/π, π² = (tr 𝒜 / rows) / (tr 𝒢 / columns).
 
-        Source: Martens & Grosse (2015), section 6.3.
+        Martens & Grosse (2015), section 6.3.
         """
         left, right = self.state
         if not self.program[0].layer.isometric:
-            # Rows of a factor may lie on different devices: sliced there, they would be sent around
-            # one by one.
+            # Rows of a factor may lie on different devices, and would be sent around one by one.
             use = self.program[0]
             mean = jax.vmap(lambda p, left: use.layer.mean_left(use.own(p), left))
             left = over_devices(mean, self.params, kept=(left,), whole=False)
@@ -141,9 +139,7 @@ class System:
         rows = self.blocks[0].size // columns
         root = jnp.sqrt(jnp.concatenate([gamma[block.name] for block in self.blocks]))
         tiny = jnp.finfo(left.dtype).tiny
-        # (𝒜 + π√γ I) ⊗ (𝒢 + √γ/π I) has γI and two terms too many, whose trace norm is least for
-        # this π. The factors may differ by many orders of magnitude: one √γ for both would drown
-        # the smaller and not reach the larger.
+        # (𝒜 + π√γ I) ⊗ (𝒢 + √γ/π I) has two terms too many, whose trace norm is least for this π.
         of_left = jnp.maximum(diagonal(left).sum(-1) / rows, tiny)
         of_right = jnp.maximum(diagonal(right).sum(-1) / columns, tiny)
         pi = jnp.sqrt(of_left / of_right)
@@ -190,17 +186,6 @@ class System:
         return parts
 
 
-def _preconditioned(inverses: tuple[tuple[Array, ...], ...], r: Array) -> Array:
-    left, right = concatenated(inverses)
-    return _between(left, r, right)
-
-
-def _preconditioned_in_parts(inverses: tuple[tuple[Array, ...], ...], r: Array) -> Array:
-    ends = list(itertools.accumulate(len(left) for left, _ in inverses))
-    parts = zip(inverses, jnp.split(r, ends[:-1]), strict=True)
-    return jnp.concatenate([_between(left, part, right) for (left, right), part in parts])
-
-
 def _between(
     left: Float[Array, "lane n n"], r: Float[Array, "lane n m"], right: Float[Array, "lane m m"]
 ) -> Float[Array, "lane n m"]:
@@ -213,15 +198,6 @@ def lanes_of(block: Block, flat: dict[str, Array]) -> Lanes:
     """A block's part of a flat tree {path: array}, lanes first, in float32 or better."""
     lanes = [param.to_lanes(flat[param.path]) for param in block.params]
     return tuple([a.astype(blocks.accumulator(a)) for a in lanes])
-
-
-def to_flat(block: Block, lanes: Lanes, like: dict[str, Array]) -> dict[str, Array]:
-    """The inverse of ``lanes_of``, with the shapes and dtypes of ``like``."""
-    whole = {}
-    for param, array in zip(block.params, lanes, strict=True):
-        target = like[param.path]
-        whole[param.path] = param.from_lanes(array, target.shape).astype(target.dtype)
-    return whole
 
 
 def captured_of(block: Block, curvature: Curvature) -> tuple[tuple, tuple[Array, ...]]:
@@ -238,7 +214,7 @@ def captured_of(block: Block, curvature: Curvature) -> tuple[tuple, tuple[Array,
 def new_factors(
     block: Block, curvature: Curvature, params: Lanes, form: Form, narrow: str | None = None
 ) -> tuple[Array, ...]:
-    """This batch's Kronecker factors: (left, right), of ``"kron"`` the right ones by output width.
+    """This batch's (left, right), of ``"kron"`` the right ones by output width.
 
     Operands are rounded to ``narrow``, if given.
     """
@@ -255,18 +231,17 @@ def new_factors(
 def _example_weights(curvature: Curvature) -> Float[Array, " example"] | None:
     """Weights of the examples, of mean 1: inputs count in a factor as much as their losses do.
 
-    Of examples and not of positions: those of a layer need not be those of the outputs.
+    Not of positions: those of a layer need not be those of the outputs. One of all devices may have
+    few real examples.
     """
     if curvature.weights is None:
         return None
-    # Of mean 1 over all devices, of which one may have few real examples.
     shares = curvature.weights.shares().reshape(curvature.num_examples, -1).sum(1)
     mean = mean_over(curvature.axis_name, shares.mean())
     return shares / jnp.where(mean > 0, mean, 1)
 
 
 def diagonal(factor: Float[Array, "lane n *n"]) -> Float[Array, "lane n"]:
-    """The diagonal of a factor, which may hold nothing else."""
     return factor if factor.ndim == 2 else jnp.diagonal(factor, axis1=1, axis2=2)
 
 
@@ -276,20 +251,12 @@ def build(
     forms: dict[str, Form],
     factors: Factors | None = None,
 ) -> list[System]:
-    """The systems of all blocks named in ``forms``.
-
-    Args:
-      curvature: of this step.
-      params: path → parameter.
-      forms: block name → form.
-      factors: block name → factors, for the forms that have them.
-    """
+    """The systems of the blocks named in ``forms``, with their factors where the form has any."""
     groups: dict[Any, list[System]] = {}
     for name, form in forms.items():
         block, own = curvature.layers.blocks[name], (factors or {}).get(name, ())
         system = _one(block, curvature, params, form, own)
-        # Layers of one shape become one system: fewer and larger products, and one loop to compile
-        # for all of them.
+        # Layers of one shape become one system: fewer and larger products, and one loop.
         arrays, structure = jax.tree.flatten((system.params, system.state, system.g))
         shapes = tuple([(a.shape[1:], a.dtype) for a in arrays])
         key = (system.program, form, structure, shapes)
@@ -316,17 +283,14 @@ def _stack(systems: list[System]) -> System:
     if len(systems) == 1:
         return systems[0]
     params, state, g = concatenated([(s.params, s.state, s.g) for s in systems])
-    stacked, parts = tuple([b for s in systems for b in s.blocks]), tuple(systems)
-    return dataclasses.replace(
-        systems[0], blocks=stacked, params=params, state=state, g=g, parts=parts
-    )
+    names = {"blocks": tuple([b for s in systems for b in s.blocks]), "parts": tuple(systems)}
+    return dataclasses.replace(systems[0], params=params, state=state, g=g, **names)
 
 
 def _linearized(system: System) -> System:
     if system.form == "factors":
         return system
-    # Once for all products of a solve: each of its iterations would pass through the layer again
-    # otherwise.
+    # Once for all products of a solve, whose iterations would pass through the layer again.
     linearize = jax.vmap(functools.partial(blocks.linearize, system.program))
     params = own_along(names_of(system.axis_name), system.params)
     if system.form == "kron":

@@ -1,4 +1,4 @@
-"""``kfac`` and ``cg_fac`` ready-made: another optimizer for the rest, weight decay for both."""
+"""``kfac`` and ``cg_fac``, alone or ready-made: another optimizer for the rest, weight decay."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kfac._trees import all_finite
+from kfac._arrays import all_finite
 from kfac.curvature._coverage import Layers
-from kfac.step._options import CgFacOptions, KfacOptions, Options, is_zero
+from kfac.step._state import CgFacOptions, KfacOptions, Options, is_zero
 from kfac.step._transform import scale_by
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
 
-    from kfac.step._options import Scalar
+    from kfac.step._state import Scalar
 
 
 def kfac(
@@ -33,12 +33,12 @@ def kfac(
 ) -> optax.GradientTransformationExtraArgs:
     """K-FAC: solves (A ⊗ G + γI) x = ∇L for every layer, Δθ ∝ −x, with averaged factors A and G.
 
-    By their damped inverses, and CG behind these, see ``KfacOptions``. A is the second moment of
-    the layer's inputs and G that of its cotangents, as if they were independent. Source: Martens &
-    Grosse, 2015, arXiv:1503.05671.
+    By their damped inverses, and CG behind these. A is the second moment of the layer's inputs and
+    G that of its cotangents, as if they were independent. Source: Martens & Grosse, 2015,
+    arXiv:1503.05671.
 
     It is ``scale_by_kfac`` for the parameters that layers cover, ``fallback`` for the others, and
-    decoupled weight decay, and composes as optax's own do: with ``optax.inject_hyperparams`` by
+    decoupled weight decay; ``optax.inject_hyperparams`` takes it with
     ``static_args=kfac.KfacOptions.STATIC_ARGUMENTS``. A gradient that is not finite anywhere
     changes nothing but the momentum, which it ends.
 
@@ -50,37 +50,29 @@ def kfac(
       weight_decay_mask: tree of booleans or function of the parameters, as in ``optax.adamw``.
       fallback: optimizer of the parameters without a block; AdamW by default.
       fallback_learning_rate: its learning rate, and the rate of ``weight_decay``.
-      **options: fields of ``kfac.KfacOptions`` by name. These and the rates and the decay may be
-        arrays where they are hyper-parameters, traced ones included.
+      **options: fields of ``kfac.KfacOptions`` by name. Rates and decay may be arrays as those may.
 
     Returns:
       A transformation whose ``update`` takes ``(grads, state, params, *, curvature, sound=None)``,
       the curvature of ``value_grad_and_curvature``; where ``sound`` is not true nothing moves, by
-      default where the gradient is not finite, which a caller who passes it has looked at.
+      default where the gradient is not finite.
 
     Raises:
-      ValueError: no layer has a block; unknown names, or choices that exclude each other; in
-        ``init``, layers of which only a part is here; in ``update``, missing or foreign curvature.
+      ValueError: as of ``KfacOptions`` and ``scale_by_kfac``.
 
-    >>> import jax, jax.numpy as jnp, kfac
-    >>> params = {"kernel": jnp.zeros((3, 2))}
-    >>> x = jax.random.normal(jax.random.key(0), (16, 3))
+    >>> import jax, jax.numpy as jnp, kfac, optax
+    >>> params, x = {"kernel": jnp.zeros((3, 2))}, jax.random.normal(jax.random.key(0), (16, 3))
     >>> def loss_fn(params, x):
     ...     y = kfac.tap(kfac.Dense(), params, x, path="")
-    ...     return 0.5 * ((y - x[:, :2]) ** 2).sum(-1).mean(), y
-    >>> layers = kfac.find_layers(loss_fn, params, x)
-    >>> optimizer = kfac.kfac(1.0, layers, step="clip", momentum=0.0, damping=1e-3, kl_clip=None)
-    >>> options = dict(fisher="ggn", likelihood="gaussian", has_aux=True)
-    >>> function = kfac.value_grad_and_curvature(loss_fn, **options)
-    >>> @jax.jit
-    ... def train_step(params, state, x, key):
-    ...     (loss, _), grads, curvature = function(params, x, key=key)
-    ...     updates, state = optimizer.update(grads, state, params, curvature=curvature)
-    ...     return optax.apply_updates(params, updates), state, loss
+    ...     return 0.5 * ((y - x[:, :2]) ** 2).sum(-1).mean()
+    >>> optimizer = kfac.kfac(0.1, kfac.find_layers(loss_fn, params, x))
+    >>> function = jax.jit(kfac.value_grad_and_curvature(loss_fn, fisher="empirical"))
     >>> state = optimizer.init(params)
-    >>> for i in range(5):
-    ...     params, state, loss = train_step(params, state, x, jax.random.key(i))
-    >>> bool(loss < 1e-2)
+    >>> for _ in range(9):
+    ...     loss, grads, curvature = function(params, x)
+    ...     updates, state = optimizer.update(grads, state, params, curvature=curvature)
+    ...     params = optax.apply_updates(params, updates)
+    >>> bool(loss < 0.5)
     True
     """
     rest = (fallback, fallback_learning_rate, weight_decay, weight_decay_mask)
@@ -109,9 +101,8 @@ def cg_fac(
       **options: fields of ``kfac.CgFacOptions`` by name.
 
     >>> import jax.numpy as jnp, kfac
-    >>> params = {"kernel": jnp.ones((3, 2))}
     >>> loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p, x, path="") ** 2).mean()
-    >>> layers = kfac.find_layers(loss_fn, params, jnp.ones((4, 3)))
+    >>> layers = kfac.find_layers(loss_fn, {"kernel": jnp.ones((3, 2))}, jnp.ones((4, 3)))
     >>> optimizer = kfac.cg_fac(1.0, layers, iterations=4)
     """
     rest = (fallback, fallback_learning_rate, weight_decay, weight_decay_mask)
@@ -129,25 +120,64 @@ def algorithm_1(
 ) -> optax.GradientTransformationExtraArgs:
     """Algorithm 1 of the paper to the letter: empirical Fisher, exact block, warm start.
 
-    At most ``max_iterations`` plain CG steps on (F̂ + γI) x = ∇L from x₀, the previous batch's x, γ
-    the same for all layers, stopping when ‖r‖ ≤ ``tolerance``·‖∇L‖ ("sufficiently small" in the
-    paper); then θ ← θ − η x. Where the paper is silent: the product is averaged over the batch, W
-    and b of a layer are one block, and parameters without a block go to ``fallback``.
-
-    Args:
-      learning_rate, damping: η and γ.
-      layers, fallback: as of ``kfac.kfac``.
-      max_iterations, tolerance: of CG.
+    At most ``max_iterations`` plain CG steps on (F̂ + γI) x = ∇L from x₀, the previous batch's x,
+    stopping when ‖r‖ ≤ ``tolerance``·‖∇L‖ ("sufficiently small" in the paper); then θ ← θ − η x,
+    with η = ``learning_rate`` and γ = ``damping`` the same for all layers. Where the paper is
+    silent: the product is averaged over the batch, W and b of a layer are one block, and parameters
+    without a block go to ``fallback``, as of ``kfac.kfac``.
 
     >>> import jax.numpy as jnp, kfac
-    >>> params = {"kernel": jnp.ones((3, 2))}
     >>> loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p, x, path="") ** 2).mean()
-    >>> layers = kfac.find_layers(loss_fn, params, jnp.ones((4, 3)))
+    >>> layers = kfac.find_layers(loss_fn, {"kernel": jnp.ones((3, 2))}, jnp.ones((4, 3)))
     >>> optimizer = kfac.algorithm_1(0.1, layers, damping=0.1, max_iterations=10)
     """
-    own = {"damping": damping, "iterations": max_iterations, "tolerance": tolerance}
-    options = CgFacOptions(learning_rate=learning_rate, step="algorithm_1", **own)
+    options = CgFacOptions(
+        learning_rate=learning_rate,
+        step="algorithm_1",
+        damping=damping,
+        iterations=max_iterations,
+        tolerance=tolerance,
+    )
     return _with_fallback(layers, options, fallback)
+
+
+def scale_by_kfac(
+    layers: Layers, options: KfacOptions | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Replaces the gradient ∇L of every layer by −Δ, Δ the step of ``kfac``.
+
+    To be followed by ``optax.scale(-1)`` or ``optax.scale_by_learning_rate``. It takes covered
+    parameters alone: ``layers.labels`` says to ``optax.partition`` which these are.
+
+    Args:
+      layers: from ``find_layers``, all or those that ``Layers.select`` keeps.
+      options: ``KfacOptions()`` by default.
+
+    Returns:
+      A transformation whose ``update`` takes ``(grads, state, params, *, curvature, sound=None)``.
+      Averages change where ``sound`` is true, by default where the gradient is finite: who refuses
+      steps for other reasons too need not choose between all of the old state and the new.
+
+    Raises:
+      ValueError: no layer has a block; in ``init``, parameters without a layer, or layers of which
+        only a part is here; in ``update``, missing or foreign curvature.
+
+    >>> import jax.numpy as jnp, kfac, optax
+    >>> params = {"fc": {"kernel": jnp.ones((3, 2))}, "scale": jnp.ones(())}
+    >>> loss_fn = lambda p, x: (p["scale"] * kfac.tap(kfac.Dense(), p["fc"], x, path="fc")).mean()
+    >>> layers = kfac.find_layers(loss_fn, params, jnp.ones((4, 3)))
+    >>> second_order = optax.chain(scale_by_kfac(layers), optax.scale_by_learning_rate(0.5))
+    >>> parts = {"covered": second_order, "fallback": optax.sgd(0.1)}
+    >>> state = optax.partition(parts, layers.labels).init(params)
+    """
+    return scale_by(layers, options or KfacOptions())
+
+
+def scale_by_cg_fac(
+    layers: Layers, options: CgFacOptions | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """``scale_by_kfac`` for ``cg_fac``, with ``CgFacOptions()`` by default."""
+    return scale_by(layers, options or CgFacOptions())
 
 
 def _with_fallback(
@@ -161,10 +191,9 @@ def _with_fallback(
     stages = [scale_by(layers, options)]
     if not is_zero(weight_decay):
         # Decoupled: shrunk at the pace of the schedule, not along the natural gradient.
-        if callable(rate):
-            decay = lambda count: rate(count) * weight_decay  # pyright: ignore[reportOperatorIssue]
-        else:
-            decay = rate * weight_decay
+        decay = (
+            (lambda count: rate(count) * weight_decay) if callable(rate) else rate * weight_decay
+        )
         stages.append(optax.add_decayed_weights(decay, weight_decay_mask))
     if fallback is None:
         fallback = optax.adamw(rate, weight_decay=weight_decay, mask=weight_decay_mask)

@@ -1,75 +1,36 @@
-"""The optax transformations, for the parameters that layers cover."""
+"""The transformation of the parameters that layers cover: solve, measure, judge."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import functools
+import itertools
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from kfac._trees import all_finite, all_fit, flatten
+from kfac._arrays import all_finite, all_fit, concatenated, flatten, mean_over
 from kfac.curvature._blocks import Block
 from kfac.curvature._coverage import LEFT_OUT, Layers
 from kfac.curvature._gather import Curvature
 from kfac.solve import _systems as systems
 from kfac.solve._problem import Problem, Step, pose, solve
-from kfac.solve._solvers import Solution
-from kfac.solve._systems import Form
-from kfac.step import _length as length
-from kfac.step._options import CgFacOptions, KfacOptions, Options, is_zero
-from kfac.step._state import Averages, State, Stats, init_state
+from kfac.solve._solvers import Solution, beside
+from kfac.solve._systems import Form, System
+from kfac.step._state import Averages, Options, State, Stats, init_state, is_zero
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, PyTree
+    from jaxtyping import Array, Bool, Float, PyTree
 
-    from kfac._trees import Flat
+    from kfac._arrays import Flat
+    from kfac.solve._problem import Vectors
 
+    Solved = dict[str, Solution]  # by block
 
-def scale_by_kfac(
-    layers: Layers, options: KfacOptions | None = None
-) -> optax.GradientTransformationExtraArgs:
-    """Replaces the gradient ∇L of every layer by −Δ, Δ the step of ``kfac``.
-
-    It is to be followed by ``optax.scale(-1)`` or ``optax.scale_by_learning_rate``, and takes
-    covered parameters alone: ``layers.labels`` says to ``optax.partition`` which these are.
-
-    Args:
-      layers: from ``find_layers``, all or those that ``Layers.select`` keeps.
-      options: ``KfacOptions()`` by default.
-
-    Returns:
-      A transformation whose ``update`` takes ``(grads, state, params, *, curvature, sound=None)``.
-      Averages change where ``sound`` is true, by default where the gradient is finite: a caller who
-      refuses steps for other reasons too need not choose between all of the old state and the new.
-
-    Raises:
-      ValueError: no layer has a block; in ``init``, parameters without a layer, or layers of which
-        only a part is here; in ``update``, missing or foreign curvature.
-
-    >>> import jax.numpy as jnp, kfac
-    >>> params = {"fc": {"kernel": jnp.ones((3, 2))}, "scale": jnp.ones(())}
-    >>> loss_fn = lambda p, x: (p["scale"] * kfac.tap(kfac.Dense(), p["fc"], x, path="fc")).mean()
-    >>> layers = kfac.find_layers(loss_fn, params, jnp.ones((4, 3)))
-    >>> scale = kfac.scale_by_kfac(layers, kfac.KfacOptions(step="clip"))
-    >>> second_order = optax.chain(scale, optax.scale_by_learning_rate(0.5))
-    >>> parts = {"covered": second_order, "fallback": optax.sgd(0.1)}
-    >>> optimizer = optax.partition(parts, layers.labels)
-    >>> function = kfac.value_grad_and_curvature(loss_fn, fisher="empirical")
-    >>> _, grads, curvature = function(params, jnp.ones((4, 3)))
-    >>> updates, _ = optimizer.update(grads, optimizer.init(params), params, curvature=curvature)
-    >>> bool((updates["fc"]["kernel"] < 0).all())
-    True
-    """
-    return scale_by(layers, options or KfacOptions())
-
-
-def scale_by_cg_fac(
-    layers: Layers, options: CgFacOptions | None = None
-) -> optax.GradientTransformationExtraArgs:
-    """``scale_by_kfac`` for ``cg_fac``, with ``CgFacOptions()`` by default."""
-    return scale_by(layers, options or CgFacOptions())
+# Root mean square that parameters are taken for at least: what starts at zero must leave it.
+_LEAST_WEIGHT = 1e-2
 
 
 def scale_by(layers: Layers, options: Options) -> optax.GradientTransformationExtraArgs:
@@ -156,7 +117,6 @@ def _checked(layers: Layers, options: Options, params: Any, curvature: Any) -> C
 
 
 def _take(step: Step, grads: PyTree[Array], flat: Flat) -> tuple[PyTree[Array], State]:
-    """The updates and the state after them, for a gradient and its arrays by path."""
     state, options = step.state, step.options
     sums, aims = _with_momentum(grads, flat, state, options)
     problem = pose(step, aims)
@@ -165,7 +125,7 @@ def _take(step: Step, grads: PyTree[Array], flat: Flat) -> tuple[PyTree[Array], 
     problem = _with_coherence(step, problem, solved)
     proposal = _propose(step, problem, solved)
     delta = step.from_vectors(proposal.delta, flat)
-    finite = length.is_finite(solved, proposal, delta)
+    finite = _is_finite(solved, proposal, delta)
     like_grads = lambda new: jax.tree.unflatten(jax.tree.structure(grads), [new[p] for p in flat])
     updates = like_grads({p: jnp.where(finite, -d, 0) for p, d in delta.items()})
     # Momentum goes on from nothing after a step that was refused.
@@ -201,37 +161,140 @@ def _with_momentum(
     return sums, flatten(jax.tree.map(followed, sums, grads))
 
 
-def _propose(step: Step, problem: Problem, solved: dict[str, Solution]) -> length.Proposal:
+class _Proposal(NamedTuple):
+    """A step before it is judged, and what `Stats` tells of it."""
+
+    delta: Vectors  # −``step`` times the direction, ``momentum`` times the last one
+    step: Float[Array, ""]
+    momentum: Float[Array, ""]
+    model: Float[Array, ""]
+    kl_scale: Float[Array, ""]
+    coherence: Float[Array, ""]
+
+
+def _propose(step: Step, problem: Problem, solved: Solved) -> _Proposal:
     state, options = step.state, step.options
     rate = options.learning_rate
     rate = jnp.asarray(rate(state.count) if callable(rate) else rate, problem.damping.dtype)
     if options.step == "rms":
-        return length.normalized_step(solved, length.unit_norms(step.owned), rate=rate)
-    moving = {"rate": rate, "momentum": options.momentum}
-    moving["velocity"] = step.to_vectors(flatten(state.velocity))
+        norms = {name: block.size**0.5 for name, block in step.owned.items()}
+        return _normalized(solved, norms, rate)
+    velocity = step.to_vectors(flatten(state.velocity))
     if options.step == "share":
-        return length.normalized_step(solved, length.weight_norms(problem.groups), **moving)
-    if not options.measures_coherence:
-        return length.clipped_step(solved, problem.gamma, **moving, kl_clip=None)
-    clip = {"kl_clip": options.kl_clip, "coherence": _coherence(problem.averages)}
-    return length.clipped_step(solved, problem.gamma, **moving, **clip)
+        norms = _weight_norms(problem.groups)
+        return _normalized(solved, norms, rate, velocity, options.momentum)
+    return _clipped(problem, solved, rate, velocity, options)
 
 
-def _with_coherence(step: Step, problem: Problem, solved: dict[str, Solution]) -> Problem:
-    """The problem with the average that a clip takes, today's included."""
+def _clipped(
+    problem: Problem, solved: Solved, rate: Array, velocity: Vectors, options: Options
+) -> _Proposal:
+    """Δ = μ·(last Δ) − η ν x with ν = min(1, √(κ / c xᵀF x)), the KL clip of the new part.
+
+    κ is ``kl_clip`` and c the coherence. The clip comes before the learning rate, else a step that
+    is always clipped would undo every schedule.
+    """
+    coherence = _coherence(problem.averages) if options.measures_coherence else 1.0
+    slope, damped, fisher = _quadratic_forms(solved, problem.gamma)
+    kl = coherence * fisher
+    scale = jnp.ones_like(kl)
+    if options.measures_coherence:
+        most = jnp.asarray(options.kl_clip, kl.dtype)
+        scale = jnp.minimum(1, jnp.sqrt(most / jnp.maximum(kl, jnp.finfo(kl.dtype).tiny)))
+    alpha = rate * scale
+    beta = jnp.asarray(options.momentum, alpha.dtype)
+    delta = _combined(-alpha, {name: s.x for name, s in solved.items()}, beta, velocity)
+    model = -alpha * slope + 0.5 * alpha**2 * damped
+    return _Proposal(delta, alpha, beta, model, scale, jnp.asarray(coherence, scale.dtype))
+
+
+def _weight_norms(groups: list[System]) -> dict[str, Float[Array, " lane"]]:
+    """‖θ‖ of each block's lanes, at least that of parameters of ``_LEAST_WEIGHT``."""
+    norms = {}
+    for system in groups:
+        least = _LEAST_WEIGHT * system.blocks[0].size ** 0.5
+        norms |= system.by_block(jnp.maximum(jnp.sqrt(system.squared_weights()), least))
+    return norms
+
+
+def _normalized(
+    solved: Solved,
+    norms: dict[str, Any],
+    rate: Array,
+    velocity: Vectors | None = None,
+    momentum: Any = 0.0,
+) -> _Proposal:
+    """Δ = μ·(last Δ) − (1 − μ) η r x, layer by layer, with r = ``norms`` / ‖x‖.
+
+    With the norms of the parameters and momentum of the steps it is ``"share"``: directions that
+    change sign from step to step move a layer less, as with Adam (You et al., 2017,
+    arXiv:1708.03888, section 4, with x in the place of the gradient). With those of root mean
+    square 1, and x of gradients with momentum, it is ``"rms"``: η is the change of a parameter, as
+    Muon's steps are scaled (Liu et al., 2025, arXiv:2502.16982).
+    """
+    # All lanes in one array: each block's own few numbers would be kernels of their own on a GPU.
+    slopes, damped, squares = _forms(solved)
+    lanes = [solution.square.shape for solution in solved.values()]
+    lengths = [jnp.broadcast_to(norms[n], s) for n, s in zip(solved, lanes, strict=True)]
+    lengths = jnp.concatenate(lengths).astype(squares.dtype)
+    ratios = jnp.where(squares > 0, lengths / jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
+    ends = list(itertools.accumulate([count for (count,) in lanes]))
+    x: Vectors = {
+        name: tuple([(beside(ratio, leaf) * leaf).astype(leaf.dtype) for leaf in solution.x])
+        for (name, solution), ratio in zip(
+            solved.items(), jnp.split(ratios, ends[:-1]), strict=True
+        )
+    }
+    beta = jnp.asarray(momentum, rate.dtype)
+    alpha = (1 - beta) * rate
+    # Sums and no products of matrices, which are of few digits on accelerators.
+    model = -alpha * (ratios * slopes).sum() + 0.5 * alpha**2 * (ratios**2 * damped).sum()
+    delta = _combined(-alpha, x, beta, x if velocity is None else velocity)
+    # Two ones, as of every number that a state holds: see `init_state`.
+    return _Proposal(delta, alpha, beta, model, jnp.ones_like(model), jnp.ones_like(model))
+
+
+def _combined(a: Array, u: Vectors, b: Array, v: Vectors) -> Vectors:
+    return {name: jax.tree.map(lambda x, y: a * x + b * y, u[name], v[name]) for name in u}
+
+
+def _is_finite(solved: Solved, proposal: _Proposal, delta: Flat) -> Array:
+    """Whether a step, in the dtypes in which it is applied, has only numbers that are finite.
+
+    By the squares of the solutions, since a look at each array would be as many kernels on a GPU.
+    The last step, which a step may go on from, was finite when it was taken.
+    """
+    numbers = jnp.stack([proposal.model, proposal.step, proposal.momentum])
+    finite = jnp.isfinite(_forms(solved)).all() & jnp.isfinite(numbers).all()
+    return finite & all_fit(delta.values())
+
+
+def _quadratic_forms(solved: Solved, gamma: dict[str, Array]) -> tuple[Array, ...]:
+    """bᵀx, xᵀ(F + Γ)x and xᵀF x, of all blocks: κ bounds one step of the network."""
+    slope, damped, _ = _forms(solved).sum(axis=1)
+    fisher = damped - sum([(gamma[name] * s.square).sum() for name, s in solved.items()])
+    return slope, damped, fisher
+
+
+def _forms(solved: Solved) -> Float[Array, "3 lane"]:
+    """bᵀx, xᵀ(F + γI)x = 2 bᵀx + 2 q(x) and xᵀx of the lanes of all blocks, one after the other."""
+    slope, model, square = concatenated([(s.slope, s.model, s.square) for s in solved.values()])
+    return jnp.stack([slope, 2 * (slope + model), square])
+
+
+def _with_coherence(step: Step, problem: Problem, solved: Solved) -> Problem:
     if not step.options.measures_coherence:
         return problem
     averages, curvature = problem.averages, step.curvature
     decay = jnp.asarray(step.options.factor_decay, averages.coherence.dtype)
-    # Outside of the branch, where it is the same expression as in `clipped_step`: computed once.
-    layers = length.quadratic_forms(solved, problem.gamma)[2]
+    # Outside of the branch, where it is the same expression as in `_clipped`: computed once.
+    layers = _quadratic_forms(solved, problem.gamma)[2]
 
     def measure() -> Array:
         x = {name: solution.x for name, solution in solved.items()}
         # Exact whatever the solve took: F of all layers together is what no factors give.
         exact: dict[str, Form] = dict.fromkeys(step.owned, "exact")
-        groups = systems.build(curvature, step.params, exact)
-        network = length.network_fisher(groups, curvature.num_examples, x)
+        network = _network_fisher(systems.build(curvature, step.params, exact), curvature, x)
         # A gradient of zeros has no direction to measure along, and where F is nothing beside γ
         # rounding may leave no positive sum: what is known so far stands then.
         positive = (network > 0) & (layers > 0)
@@ -247,13 +310,25 @@ def _with_coherence(step: Step, problem: Problem, solved: dict[str, Solution]) -
     return problem._replace(averages=averages._replace(coherence=coherence))
 
 
+def _network_fisher(groups: list[System], curvature: Curvature, x: Vectors) -> Float[Array, ""]:
+    """xᵀF x with the Fisher matrix F of all blocks, whose exact systems are given, together.
+
+    It is Σ_n (Σ_layers θ_n)² / N: half a product per layer, and no pass through the network.
+    (Martens & Grosse, 2015, section 7.)
+    """
+    parts = [s.derivatives(concatenated([x[b.name] for b in s.blocks])) for s in groups]
+    along = functools.reduce(jnp.add, parts)
+    squares = jnp.einsum("cn,cn->", along, along)
+    return mean_over(curvature.axis_name, squares / curvature.num_examples)
+
+
 def _coherence(averages: Averages) -> Array:
     """What the sum of xᵀF x over the layers is to be multiplied by for that of the network."""
     return averages.coherence / jnp.maximum(averages.weight, jnp.finfo(averages.weight.dtype).tiny)
 
 
 def _stats(
-    problem: Problem, solved: dict, proposal: length.Proposal, finite: Array, old: Stats
+    problem: Problem, solved: Solved, proposal: _Proposal, finite: Array, old: Stats
 ) -> Stats:
     # A state whose dtypes change from step to step is compiled twice.
     def scalar(a: Array) -> Array:
@@ -262,14 +337,11 @@ def _stats(
     def means(name: str, blocks: tuple[str, ...]) -> Array:
         return jnp.stack([scalar(getattr(solved[block], name)).mean() for block in blocks])
 
+    told = {name: scalar(a) for name, a in proposal._asdict().items() if name != "delta"}
     return dataclasses.replace(
         old,
+        **told,
         damping=problem.damping,
-        step=scalar(proposal.coefficients[0]),
-        momentum=scalar(proposal.coefficients[1]),
-        kl_scale=scalar(proposal.kl_scale),
-        coherence=scalar(proposal.coherence),
-        model=scalar(proposal.model),
         rejected=scalar(~finite),
         iterations=means("iterations", old.blocks),
         residual=means("residual", old.measured) if old.measured else None,

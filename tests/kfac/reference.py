@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kfac
-from kfac._trees import path_name
+from kfac._arrays import path_name
 from kfac.solve import _solvers as solver
 from kfac.solve import _systems as systems
 

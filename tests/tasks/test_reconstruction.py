@@ -13,7 +13,7 @@ from adder_flax import data, models, tasks, training
 from adder_flax.compare import Plan
 from adder_flax.errors import RunError
 from adder_flax.settings import CompareSettings, defaults
-from kfac._trees import flatten
+from kfac._arrays import flatten
 from kfac.solve._systems import build
 from tests.data.files import write_images
 from tests.kfac.reference import matrix_of

@@ -1,4 +1,4 @@
-"""What the devices of a mesh share.
+"""Trees of arrays: by path, joined, and shared by devices.
 
 Inverses and solutions of layers are the same on all devices of a mesh that splits batches: computed
 by all, they would cost each device what they cost one. So lanes are dealt out, and results sent to
@@ -9,17 +9,61 @@ what batches give is averaged.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import AxisType, PartitionSpec
 
-if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree
+Node = TypeVar("Node")
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, PyTree
+
+    Flat = dict[str, Array]  # path → array
     AxisName = str | tuple[str, ...] | None
+
+
+def path_name(path: tuple) -> str:
+    """A tree path as text, ``"blocks/0/kernel"``, of a box (a Flax variable) its content's."""
+    boxed = len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value")
+    return jax.tree_util.keystr(path[:-1] if boxed else path, simple=True, separator="/")
+
+
+def flatten(tree: PyTree[Array]) -> Flat:
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def masked_paths(tree: PyTree[Any]) -> list[str]:
+    """Where a tree has a ``optax.MaskedNode`` or None in place of an array or of a branch."""
+    is_masked = lambda node: node is None or isinstance(node, optax.MaskedNode)
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_masked)[0]
+    return [path_name(path) for path, leaf in leaves if is_masked(leaf)]
+
+
+def nodes(tree: PyTree[Any], kind: type[Node]) -> list[Node]:
+    leaves = jax.tree.leaves(tree, is_leaf=kind.__instancecheck__)
+    return [leaf for leaf in leaves if isinstance(leaf, kind)]
+
+
+def all_finite(arrays: Iterable[Array]) -> Bool[Array, ""]:
+    """Whether no array has an entry that is infinite or not a number."""
+    wrong = jnp.array([~jnp.isfinite(array).all() for array in arrays], jnp.float32).sum()
+    # XLA copies a cheap chain, as this sum is, into each of the hundreds of fusions that ask for
+    # its end, which is most of what it then compiles; a root counts as dear and is taken once.
+    return jnp.sqrt(wrong) == 0
+
+
+def all_fit(arrays: Iterable[Array]) -> Bool[Array, ""]:
+    """Whether what was finite in float32 still is where it was cast to a dtype that holds less."""
+    most = jnp.finfo(jnp.float32).maxexp
+    return all_finite([array for array in arrays if jnp.finfo(array.dtype).maxexp < most])
+
+
+def concatenated(trees: Iterable[PyTree[Array]], axis: int = 0) -> PyTree[Array]:
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis), *trees)
 
 
 def over_devices(
@@ -30,11 +74,9 @@ def over_devices(
 ) -> Any:
     """``function(*lanes, *kept)``, some lanes by each device where a mesh is set.
 
-    Args:
-      function: treats every lane by itself, and gives arrays with the lanes first.
-      *lanes: trees of arrays with the lanes first, which all devices have.
-      kept: more of them, of which devices keep a part of each lane where it can be cut.
-      whole: whether every device gets all results, else they are as ``kept``.
+    Arguments and results are trees of arrays with the lanes first. All devices have ``lanes``; of
+    ``kept`` they keep a part of each lane where it can be cut, and so of the results unless these
+    are to be ``whole``.
     """
     axes, parts = _automatic_axes()
     if parts == 1:
@@ -99,7 +141,6 @@ def axes_of(array: Array) -> frozenset[str]:
 
 
 def names_of(axis_name: AxisName) -> tuple[str, ...]:
-    """The axes as a tuple, which may be empty."""
     return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
 
 
