@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from adder_flax.settings._declare import LONGEST_NAME, fault, is_mapping, section, setting
+from adder_flax.settings._declare import LONGEST_NAME, fault, section, setting
 from adder_flax.settings._optimizer import OptimizerSettings
 from adder_flax.settings._run import RunSettings
 from adder_flax.settings._use import Options
@@ -35,7 +35,7 @@ _RANGE = "('log', low, high) with 0 < low < high or ('list', a, b, …)"
 
 
 def _named(value: Any) -> dict[str, Any]:
-    held = dict(value.items()) if is_mapping(value) else None
+    held = dict(value.items()) if isinstance(value, Mapping) else None
     if held is None or not all(
         isinstance(name, str)
         and name.strip()
@@ -51,7 +51,11 @@ def _named(value: Any) -> dict[str, Any]:
 def _by_path(fields: Any, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in _named(fields).items():
-        flat |= _by_path(value, f"{prefix}{name}.") if is_mapping(value) else {prefix + name: value}
+        flat |= (
+            _by_path(value, f"{prefix}{name}.")
+            if isinstance(value, Mapping)
+            else {prefix + name: value}
+        )
     return flat
 
 
@@ -212,7 +216,7 @@ class CompareSettings:
         They name it alone: its section is the base's, which a base without it does not keep.
         """
         old = fields.get("base", {}).get("optimizer", {}).get("cg_fac", {})
-        if is_mapping(old) and "max_iterations" in old:
+        if isinstance(old, Mapping) and "max_iterations" in old:
             for levels in fields.get("factors", {}).values():
                 for level in levels.values():
                     OptimizerSettings.translated(level.get("optimizer", {}) | {"cg_fac": old})
