@@ -195,8 +195,7 @@ def _not_read(made: Any, field: dataclasses.Field, where: str) -> Iterator[str]:
         return
     other, readers = declared.only
     chosen = getattr(made, other)
-    usual = declared.follows[1][chosen] if declared.follows else field.default
-    if chosen not in readers and value != usual:
+    if chosen not in readers and value != field.default:
         yield (
             f"{where}.{field.name}: expected {shown(declared.default)} with {other}={chosen!r}, "
             f"which does not read it, got {shown(value)}; leave it, or set --{where}.{other} to "
