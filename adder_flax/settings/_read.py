@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
 from adder_flax.errors import RunError
 from adder_flax.settings._declare import (
@@ -127,9 +127,7 @@ def _read_section(field: dataclasses.Field, own: Any) -> Any:
         try:
             among.get(name)
         except ValueError as error:
-            words = PydanticCustomError("name", "{words}", {"words": str(error)})
-            details = InitErrorDetails(type=words, loc=("name",), input=name)
-            raise pydantic.ValidationError.from_exception_data(name, [details]) from None
+            raise PydanticCustomError("name", "{words}", {"words": str(error)}) from None
     settings = class_of(field, own)
     if field.metadata["joined"] is not None and isinstance(own, Mapping):
         # Some were declared after the configuration was made.
@@ -148,7 +146,7 @@ def _in_words(settings: Any, fields: Any, where: str, error: Mapping[str, Any]) 
         case "setting":
             return f"{path}: expected {error['ctx']['expected']}, got {got}"
         case "name":
-            return f"{path}: {error['ctx']['words']}"
+            return f"{path}.name: {error['ctx']['words']}"
         case "missing":
             default = defaults(settings)[name]
             declared = declared_in(settings).get(name)
