@@ -9,6 +9,8 @@ from adder_flax.settings._model import MODEL_SETTINGS, VitSettings
 from adder_flax.settings._optimizer import OptimizerSettings
 from adder_flax.settings._task import TASK_SETTINGS, ClassificationSettings
 
+_FOLDER: dict[str, Any] = dict(expected="a folder, or nothing", max_length=4096)
+_OF_CHANNELS: dict[str, Any] = dict(commas=float, le=100, max_length=4)
 _SPLIT = "the name of a split, or a part of one as train[:90%]"
 
 
@@ -19,12 +21,7 @@ class DataSettings:
     retired: ClassVar[dict[str, Any]] = {"num_threads": range(1025)}
 
     name: str = setting("digits", "the data set", expected="the name of a data set")
-    data_dir: str = setting(
-        "",
-        "where it lies; empty for the usual place",
-        expected="a folder, or nothing",
-        max_length=4096,
-    )
+    data_dir: str = setting("", "where it lies; empty for the usual place", **_FOLDER)
     train_split: str = setting(
         "train", "what is trained on; train[:90%] is a part of it", expected=_SPLIT
     )
@@ -46,18 +43,11 @@ class DataSettings:
     mean: tuple[float, ...] = setting(
         "",
         'of each channel: "0.5,0.5,0.5"; empty: that of init_from, else the set\'s own',
-        commas=float,
+        **_OF_CHANNELS,
         ge=-100,
-        le=100,
-        max_length=4,
     )
     std: tuple[float, ...] = setting(
-        "",
-        "of each channel, the standard deviation beside mean",
-        commas=float,
-        ge=1e-4,
-        le=100,
-        max_length=4,
+        "", "of each channel, the standard deviation beside mean", **_OF_CHANNELS, ge=1e-4
     )
     on_unreadable: Literal["raise", "skip"] = setting(
         "raise", "what to do with an image that cannot be decoded"
