@@ -155,10 +155,8 @@ def section(
     read_by: str | None = None,
 ) -> Any:
     """Declares a field that is itself a settings class."""
-    find: Callable[[], Any] = (
-        (lambda: settings)
-        if joined is None
-        else (lambda: join(joined.kind, *map(joined.get, joined)))
+    find: Callable[[], Any] = lambda: (
+        settings if joined is None else join(joined.kind, *map(joined.get, joined))
     )
     return dataclasses.field(
         default_factory=lambda: find()(),
@@ -171,7 +169,7 @@ def class_of(field: dataclasses.Field, own: Any = None) -> Any:
     if "section" not in field.metadata:
         return None
     among: Any = field.metadata["among"]
-    name = own.get("name") if among and isinstance(own, Mapping) else None
+    name = own.get("name") if isinstance(own, Mapping) else None
     if among and isinstance(name, str) and name in among:
         return among.get(name)
     return field.metadata["section"]()
