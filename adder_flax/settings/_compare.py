@@ -65,7 +65,9 @@ def _space(fields: Mapping[str, Any]) -> dict[str, Range]:
     return {path: _range(tried) for path, tried in _by_path(fields).items()}
 
 
-_Name = Annotated[str, Field(max_length=LONGEST_NAME, pattern=r"^[^/\p{C}]+$")]
+_Name = Annotated[
+    str, Field(max_length=LONGEST_NAME, pattern=r"^ *[^/\p{C}\p{Z}]([^/\p{C}\p{Z}]| )*$")
+]
 _Level = Annotated[dict[_Name, Any], AfterValidator(_level)]
 _Levels = Annotated[dict[_Name, _Level], Field(min_length=1)]
 _FACTORS = TypeAdapter(
