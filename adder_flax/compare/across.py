@@ -24,9 +24,16 @@ import numpy as np
 
 from adder_flax import report
 from adder_flax.compare.blocks import Block, Heading, Paragraph, Table, as_markdown
-from adder_flax.compare.figures import WIDTH, Line, draw_forest, draw_profiles, legend_below
+from adder_flax.compare.figures import (
+    TIMING,
+    WIDTH,
+    Line,
+    draw_forest,
+    draw_profiles,
+    legend_below,
+    read_timing,
+)
 from adder_flax.compare.records import write_text
-from adder_flax.compare.timing import TIMING, read_timing
 from adder_flax.errors import RunError
 from adder_flax.paired import cost_ratios, paired_difference, profile_scores
 from adder_flax.report import Picture, document

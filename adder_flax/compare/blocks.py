@@ -56,15 +56,6 @@ def as_markdown(blocks: Sequence[Block | Picture]) -> str:
     return "\n\n".join(map(_markdown, blocks)) + "\n"
 
 
-def as_html(blocks: Sequence[Block]) -> str:
-    """Returns the body of a page in HTML.
-
-    >>> as_html([Paragraph("a < b", strong=True)])
-    '<p><strong>a &lt; b</strong></p>'
-    """
-    return "\n".join(map(_html, blocks))
-
-
 def _markdown(block: Block | Picture) -> str:
     match block:
         case Heading(level, text):
@@ -79,7 +70,12 @@ def _markdown(block: Block | Picture) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', bar) for cell in row)} |" for row in rows)
 
 
-def _html(block: Block) -> str:
+def as_html(block: Block) -> str:
+    """Returns a part of a page in HTML.
+
+    >>> as_html(Paragraph("a < b", strong=True))
+    '<p><strong>a &lt; b</strong></p>'
+    """
     match block:
         case Heading(level, text):
             return f"<h{level}>{escape(text)}</h{level}>"

@@ -28,11 +28,7 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
 class StoppedError(Exception):
-    """A signal stopped a cell; it goes on from its checkpoint.
-
-    Attributes:
-      exit_code: 128 and the signal.
-    """
+    """A signal stopped a cell, which goes on from its checkpoint; ``exit_code`` is 128 + signal."""
 
     def __init__(self, text: str, exit_code: int):
         super().__init__(text)

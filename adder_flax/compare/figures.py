@@ -3,8 +3,10 @@
 They are as narrow as a phone's screen shows them without making their letters small.
 """
 
+import csv
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,10 +14,12 @@ import numpy as np
 from adder_flax import report
 from adder_flax.compare.run import Comparison
 from adder_flax.compare.table import TOLD, Row
-from adder_flax.compare.timing import TIMING, read_timing
 from adder_flax.paired import performance_profiles
 from adder_flax.report import Picture
 
+TIMING = "timing.csv"
+"""Seconds of a step of each arm, timed in turn, on one machine or several: columns ``arm``,
+``step_seconds``, ``machine`` (processor and cores) and ``timed`` (with what and when)."""
 WIDTH = 4.6
 _HEIGHT = 2.9
 _FACTORS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
@@ -252,3 +256,22 @@ def _columns(names: Sequence[str]) -> int:
 def _legend_inches(rows: Sequence[Row]) -> float:
     names = [row.arm.name for row in rows]
     return 0.2 * math.ceil(len(names) / _columns(names))
+
+
+def read_timing(path: Path) -> dict[str, list[dict[str, str]]]:
+    """Reads the rows of a ``timing.csv`` by their machine, none where there is no such file."""
+    if not path.exists():
+        return {}
+    rows: dict[str, list[dict[str, str]]] = {}
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                found = {name: row[name] for name in ("arm", "step_seconds", "machine", "timed")}
+                float(found["step_seconds"])
+                rows.setdefault(found["machine"], []).append(found)
+    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
+        raise ValueError(
+            f"expected the columns arm, step_seconds, machine and timed in {path}, got {error}; "
+            "remove it, and write it anew by python -m benchmarks.compare seconds"
+        ) from error
+    return rows

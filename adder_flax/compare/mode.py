@@ -27,13 +27,26 @@ def run(config: Any, workdir: str | Path, workers: int) -> None:
             "run; unset JAX_*, start it on each host with the same --workdir"
         )
     comparison = Comparison(config, workdir)
+    known, best = set(comparison.records.all()), comparison.best.name
+
+    def show_new() -> None:
+        for name, record in comparison.records.all().items():
+            if name not in known:
+                known.add(name)
+                print(describe(record, best), flush=True)
+
     if workers:
         comparison.check_data()
-    known = set(comparison.records.all())
     if workers == 1:
-        _work(comparison)
+        print(overview(comparison), flush=True)
+        try:
+            for record in work(comparison):
+                print(describe(record, best), flush=True)
+        except StoppedError as stopped:
+            print(f"{stopped}; the same command goes on from there", flush=True)
+            sys.exit(stopped.exit_code)
     elif workers:
-        supervise(workers, comparison.workdir, lambda: _show_new(comparison, known))
+        supervise(workers, comparison.workdir, show_new)
     print(overview(comparison, max(workers, 1)), flush=True)
     try:
         with lock_workdir(comparison.results, "results.lock"):
@@ -43,20 +56,3 @@ def run(config: Any, workdir: str | Path, workers: int) -> None:
         print("results at " + ", ".join(str(path) for path in files[:3]))
     except HeldError:  # workers end at once, when all records are there
         print(f"another process writes the results to {comparison.results}")
-
-
-def _work(comparison: Comparison) -> None:
-    print(overview(comparison), flush=True)
-    try:
-        for record in work(comparison):
-            print(describe(record, comparison.best.name), flush=True)
-    except StoppedError as stopped:
-        print(f"{stopped}; the same command goes on from there", flush=True)
-        sys.exit(stopped.exit_code)
-
-
-def _show_new(comparison: Comparison, known: set[str]) -> None:
-    for name, record in comparison.records.all().items():
-        if name not in known:
-            known.add(name)
-            print(describe(record, comparison.best.name), flush=True)

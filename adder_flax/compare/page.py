@@ -32,7 +32,7 @@ def write_results(comparison: Comparison) -> list[Path]:
             files += document.write_picture(block, folder)
             drawn.append(document.picture_html(block, folder))
         else:
-            drawn.append(as_html([block]))
+            drawn.append(as_html(block))
     title = comparison.plan.settings.title
     texts = {
         "results.md": as_markdown(page),

@@ -13,20 +13,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from adder_flax import settings
 from adder_flax.compare.search import value_at
 from adder_flax.errors import RunError
 from adder_flax.extras import needs
-from adder_flax.settings import (
-    CompareSettings,
-    OptimizerSettings,
-    Options,
-    Range,
-    RunSettings,
-    SettingsError,
-    completed,
-    filled,
-    read,
-)
+from adder_flax.settings import CompareSettings, Options, Range, RunSettings
 from adder_flax.training.fingerprint import OPERATIONAL_FIELDS, flatten_config, with_defaults
 
 with needs("train"):
@@ -110,12 +101,12 @@ class Plan:
     """
 
     def __init__(self, config: ConfigDict):
-        self.settings = read(CompareSettings, config)
+        self.settings = settings.read(CompareSettings, config)
         self._base = config.base.to_dict()
         self._cells: dict[tuple[Any, ...], Cell] = {}
         self.arms = self._make_arms()
         for arm in self.arms.values():
-            read(RunSettings, self._config(arm, {}), where=f"config of {arm.name}")
+            settings.read(RunSettings, self._config(arm, {}), where=f"config of {arm.name}")
         if self.settings.match == "steps":
             self._check_steps()
 
@@ -138,15 +129,15 @@ class Plan:
         """Returns the run of an arm, with values of what is searched or those in the middle."""
         key = arm.name, phase, seed, Options(values)
         if key not in self._cells:
-            fields = completed(RunSettings, self._config(arm, values) | {"seed": seed})
+            fields = settings.completed(RunSettings, self._config(arm, values) | {"seed": seed})
             self._cells[key] = Cell(arm, phase, seed, Options(values), ConfigDict(fields))
         return self._cells[key]
 
     def allows(self, arm: Arm, values: Mapping[str, Any]) -> bool:
         """Whether the settings of a run take these values of what is searched."""
         try:
-            read(RunSettings, self._config(arm, values))
-        except SettingsError:
+            settings.read(RunSettings, self._config(arm, values))
+        except settings.SettingsError:
             return False
         return True
 
@@ -196,7 +187,7 @@ class Plan:
             for section in sections:
                 inside = inside.setdefault(section, {})
             inside[field] = value
-        return filled(RunSettings, config)
+        return settings.filled(RunSettings, config)
 
     def _check_steps(self) -> None:
         for arm in self.arms.values():
@@ -231,7 +222,7 @@ def own_fields(config: Mapping[str, Any] | ConfigDict) -> dict[str, Any]:
     fields = with_defaults(flatten_config(config))
     # What is usual depends on who reads it.
     usual = with_defaults({path: fields[path] for path in _NAMES if path in fields})
-    usual["optimizer.name"] = OptimizerSettings().name
+    usual["optimizer.name"] = settings.OptimizerSettings().name
     return {
         path: value
         for path, value in fields.items()

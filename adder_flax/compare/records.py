@@ -141,24 +141,22 @@ class Records:
             self.folder.rmdir()
 
     def _find(self, name: str) -> Record | None:
-        if name not in self._read:
-            path = self.folder / f"{name}.json"
+        if name in self._read:
+            return self._read[name]
+        path = self.folder / f"{name}.json"
+        try:
             try:
                 fields = json.loads(path.read_text(encoding="utf-8"))
             except FileNotFoundError:
                 # Looked into last: whoever packs removes a small file when it is in the other.
-                fields = self._unpack()[1].get(name)
-            except (OSError, ValueError, RecursionError) as error:
-                raise _damaged(path, str(error)) from error
-            if fields is None:
-                return None
-            try:
-                if fields["format"] != _FORMAT:
-                    raise ValueError("a record of another version of this library")
-                fields = {key: value for key, value in fields.items() if key != "format"}
-                self._read[name] = Record(**fields)
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise _damaged(path, " ".join(str(error).split())[:200]) from error
+                if (fields := self._unpack()[1].get(name)) is None:
+                    return None
+            if fields["format"] != _FORMAT:
+                raise ValueError("a record of another version of this library")
+            known = {key: value for key, value in fields.items() if key != "format"}
+            self._read[name] = Record(**known)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise _damaged(path, " ".join(str(error).split())[:200]) from error
         return self._read[name]
 
     def _unpack(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

@@ -45,9 +45,6 @@ class Comparison:
       workdir: ``cells/<cell>/`` are ordinary runs.
       results: folder of records, tables and figures.
       records: of finished cells.
-
-    Raises:
-      RunError: what the user must mend.
     """
 
     def __init__(self, config: ConfigDict, workdir: str | Path):
@@ -96,11 +93,7 @@ class Comparison:
         return tried, self.final_cells(arm)
 
     def check_data(self) -> None:
-        """Refuses data that cannot be read, and other data than that of finished cells.
-
-        Raises:
-          RunError: what the user must mend.
-        """
+        """Refuses, by a RunError, unreadable data and other data than that of finished cells."""
         test, found = self.plan.settings.base.data.eval_split, {}
         for arm in self.plan.arms.values():
             known = [cell for of in self.cells_of(arm) for cell in of]

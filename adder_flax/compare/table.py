@@ -163,7 +163,7 @@ def finding(comparison: Comparison, rows: Sequence[Row]) -> str:
     baselines = {arm.name for row, _ in compared if (arm := plan.baseline_of(row.arm))}
     of = baselines.pop() if len(baselines) == 1 else "its baseline"
     pairs = sorted({found.pairs for _, found in compared})
-    seeds = f"{' to '.join(map(str, dict.fromkeys((pairs[0], pairs[-1]))))} seeds"
+    seeds = f"{_to(pairs[0], pairs[-1])} seeds"
     few = pairs[0] < LEAST_SEEDS and not plan.settings.confirmatory
     by = f"by {seeds}" + (f" (that takes {LEAST_SEEDS})" if few else "")
     names = {word: [row.arm.name for row, _ in compared if row.told == word] for word in TOLD}
@@ -179,6 +179,10 @@ def finding(comparison: Comparison, rows: Sequence[Row]) -> str:
     if len(others) == 1:
         return f"{others[0][0]} is not told from {of} in {score} {by}: it differs by {ends}."
     return f"None of {len(others)} arms is told from {of} in {score} {by}: they differ by {ends}."
+
+
+def _to(first: Any, last: Any) -> str:
+    return str(first) if first == last else f"{first} to {last}"
 
 
 def about(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
@@ -217,7 +221,7 @@ def _machine(records: Sequence[Record]) -> Paragraph:
     cores = f"{facts['cores']} core{'s' if facts['cores'] > 1 else ''}"
     return Paragraph(
         f"{len(records)} runs on {facts['processor']}, {cores} each ({facts['device']}), "
-        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}: {versions}."
+        f"{_to(dates[0], dates[-1])}: {versions}."
     )
 
 
@@ -371,8 +375,7 @@ def tuned(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
             text = f"Best at the edge: {edge} of {row.arm.name}; what lies beyond was not tried."
             edges.append(Paragraph(text, strong=True))
     what = (
-        f"{' to '.join(map(str, dict.fromkeys((first[0], first[-1]))))} quasirandom trials of each "
-        f"arm with {seeds} "
+        f"{_to(first[0], first[-1])} quasirandom trials of each arm with {seeds} "
         f"seed{'s' if seeds > 1 else ''} each, and half as many again, up to {settings.extensions} "
         "times, beyond an edge of the range on which the best one lay."
     )

@@ -14,8 +14,7 @@ from adder_flax.interop._files import (
 from adder_flax.interop._folder import model_card, save_folder
 from adder_flax.interop._integers import load_integers, save_integers
 from adder_flax.interop._names import FORMATS
-from adder_flax.interop._onnx import save_onnx
-from adder_flax.interop._program import save_program
+from adder_flax.interop._program import save_onnx, save_program
 from adder_flax.interop._web import save_web
 
 __all__ = [

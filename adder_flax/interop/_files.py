@@ -63,15 +63,7 @@ def save_weights(
     ...     load_weights(model, f"{folder}/model.safetensors")
     ()
     """
-    content = weights_of(model, names, statistics)
-    try:
-        write_whole(path, content)
-    except OSError as error:
-        raise type(error)(
-            f"expected to write {len(content)} bytes to {printable(path)}, got: "
-            f"{error.strerror or error}; what was there is still there; make room, or choose "
-            "another path"
-        ) from error
+    write_whole(path, weights_of(model, names, statistics))
 
 
 def weights_of(model: nnx.Module, names: str, statistics: Statistics | None = None) -> bytes:
@@ -85,7 +77,7 @@ def weights_of(model: nnx.Module, names: str, statistics: Statistics | None = No
     if names != "adder_flax":
         _check_attention(network, names)
         params = _with_plain_scores(network, params)
-    arrays = to_arrays(params, names, channels=_channels(network))
+    arrays = to_arrays(params, names, channels=network.image_shape[-1])
     # Hugging Face's reader insists on the first entry.
     metadata = {"format": "pt"} | as_metadata(network, statistics)
     return safetensors.numpy.save(arrays, metadata=metadata)
@@ -114,8 +106,7 @@ def load_weights(model: VisionTransformer, path: str | Path) -> tuple[str, ...]:
       Paths of the parameters that stayed as they were.
 
     Raises:
-      ValueError: the file is no safetensors file, or its weights do not fit the model, or what
-        network they are of is not known.
+      ValueError: no safetensors file, or weights that do not fit or of an unknown network.
     """
     found, _ = _read(model, path)
     like = _parameters(model)
@@ -178,17 +169,10 @@ def read_model(
 
 
 def start_from(run: Any, path: str | Path) -> tuple[Any, tuple[str, ...], str]:
-    """Returns the run with weights of a file at its first step, see `load_weights`.
+    """Returns a run with weights of a file at its first step, see `load_weights`.
 
-    The file is read and checked at once, before anything is computed.
-
-    Args:
-      run: from `adder_flax.training.build_run`.
-      path: as for `load_weights`.
-
-    Returns:
-      The run, the paths of the parameters that still start at random, and in words what of it is
-      not as in the file.
+    The file is read and checked at once. Beside the run stand the paths of the parameters that
+    still start at random, and in words what of it is not as in the file.
     """
     like = run.abstract_state["params"]
     found, words = _read(run.model(like), path)
@@ -213,7 +197,8 @@ def _read(model: VisionTransformer, path: str | Path) -> tuple[dict[str, np.ndar
     shapes = {name: leaf.shape for name, leaf in params.items()}
     with open_weights(path) as weights:
         names = format_of(weights.shapes)
-        match = Match(weights.shapes, shapes, channels=_channels(_checked(model, names)))
+        channels = _checked(model, names).image_shape[-1]
+        match = Match(weights.shapes, shapes, channels=channels)
         grid = check_network(model, weights, names, model.image_shape[0] // model.grid[0])
         match.check_positions(grid)  # before anything large is read
         arrays = {name: weights.read(name) for name in match.arrays}
@@ -339,10 +324,6 @@ def _is_published(block: Block) -> bool:
     return block.norm_position == "pre" and not any(
         isinstance(layer, Identity | NormedLinear) for _, layer in nnx.iter_modules(block)
     )
-
-
-def _channels(model: VisionTransformer) -> int:
-    return model.image_shape[-1]
 
 
 def _parameters(model: VisionTransformer) -> dict[str, Any]:

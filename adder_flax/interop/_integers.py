@@ -21,6 +21,7 @@ with needs("interop"):
     from safetensors import SafetensorError, safe_open
 
 _ENTRY = "adder_flax.integers"
+_AGAIN = "write it again with --mode=quantize"
 
 
 def save_integers(
@@ -98,19 +99,19 @@ def load_integers(
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"expected a model in few bits in {shown}, got another file or part of one: "
-            f"{printable(error, limit=200)}; write it again with --mode=quantize"
+            f"{printable(error, limit=200)}; {_AGAIN}"
         ) from error
     if digest != _digest(header, arrays):
         raise ValueError(
             f"expected {shown} to have the digest in its header, got another: the file is damaged; "
-            "write it again with --mode=quantize"
+            f"{_AGAIN}"
         )
     network = json.loads(json.dumps(dict(network)))  # tuples as lists
     if built != network:
         name = min(n for n in built.keys() | network.keys() if built.get(n) != network.get(n))
         raise ValueError(
             f"expected integers of a network with {name} = {network.get(name)!r} in {shown}, got "
-            f"{printable(repr(built.get(name)), limit=80)}; write it again with --mode=quantize"
+            f"{printable(repr(built.get(name)), limit=80)}; {_AGAIN}"
         )
     graphdef, state = quantized.empty_like(model, bits)
     shapes: dict[Any, Any] = flatten_dict(nnx.to_pure_dict(state))
@@ -122,8 +123,7 @@ def load_integers(
     }
     if whole.keys() != shapes.keys() or any(x.shape != shapes[n].shape for n, x in whole.items()):
         raise ValueError(
-            f"expected integers of this network in {shown}, got other arrays; write it again with "
-            "--mode=quantize"
+            f"expected integers of this network in {shown}, got other arrays; {_AGAIN}"
         )
     return nnx.merge(graphdef, jax.tree.map(jax.numpy.asarray, unflatten_dict(whole))), header
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
 
 from adder_flax.arrays import AnyArray
 from adder_flax.models import Grid, resize_grid
@@ -65,36 +64,32 @@ _TELLING = {
     "hugging_face": "t.encoder.layer.0.attention.attention.query.weight",
     "transformers_5": "t.layers.0.attention.q_proj.weight",
 }
-# Parts of networks by the names of their arrays, and what to set; None where no model here has it.
-_OTHER_PARTS = (
-    (
-        r"(^|\.)dist(illation)?_token$|^head_dist\.|^distillation_classifier\.",
+# Parts of networks by the names of their arrays, and what to set for a model that has them, too.
+_PARTS = {
+    r"(^|\.)dist(illation)?_token$|^head_dist\.|^distillation_classifier\.": (
         "a distillation token",
         "config.model.distilled (distilled=True)",
     ),
-    (r"^reg_token$", "register tokens", "config.model.registers to their number"),
-    (
-        r"^cls_token$",
+    r"^reg_token$": ("register tokens", "config.model.registers to their number"),
+    r"^cls_token$": (
         "a class token",
         "config.model.pooling to 'cls', or, where the mean is read, config.model.registers to one "
         "more",
     ),
-    (r"^fc_norm\.", "the last norm behind the pooling", "config.model.fc_norm"),
-    (r"^norm\.", "the last norm in front of the pooling", "config.model.fc_norm to False"),
-    (r"reg_tokens$|register_tokens$", "register tokens of another project than timm", None),
-    (r"\.mlp\.(w12|w3|fc1_g|fc1_x|gate_proj|up_proj|weights_in)\.", "a gated MLP (SwiGLU)", None),
-    (r"\.[qk]_norm\.", "norms of queries and keys", None),
-    (r"^norm_pre\.", "a norm in front of the blocks, as CLIP's", None),
-    (r"^attn_pool\.", "pooling by attention", None),
-    (r"mask_token$", "a token for masked patches", None),
-    # The model has a head wherever it may have this name: what is left over is beside a
-    # distillation token.
-    (
-        r"^classifier\.",
-        "one head for class and distillation token (DeiTForImageClassification)",
-        None,
-    ),
-)
+    r"^fc_norm\.": ("the last norm behind the pooling", "config.model.fc_norm"),
+    r"^norm\.": ("the last norm in front of the pooling", "config.model.fc_norm to False"),
+}
+# Those that no model here has.
+_FOREIGN_PARTS = {
+    r"reg_tokens$|register_tokens$": "register tokens of another project than timm",
+    r"\.mlp\.(w12|w3|fc1_g|fc1_x|gate_proj|up_proj|weights_in)\.": "a gated MLP (SwiGLU)",
+    r"\.[qk]_norm\.": "norms of queries and keys",
+    r"^norm_pre\.": "a norm in front of the blocks, as CLIP's",
+    r"^attn_pool\.": "pooling by attention",
+    r"mask_token$": "a token for masked patches",
+    # A head of this name has its place: what is left over is beside a distillation token.
+    r"^classifier\.": "one head for class and distillation token (DeiTForImageClassification)",
+}
 _HEADS = ("head.", "head_dist.")
 # Learned parts of scores: the rest of a transformer may come from one that attends in another way.
 _OF_A_SCORE = re.compile(r"\.attention\.(score\.|log_temperature$|key_bias$)")
@@ -104,7 +99,7 @@ _WRAPPERS = re.compile(r"^(?:(?:module|model|_orig_mod)\.)+|(?<=\.)_orig_mod\.")
 _BARE = "embeddings.patch_embeddings.projection.weight"
 # Of ViTModel and DeiTModel, behind the network: classifiers do without.
 _POOLER = re.compile(r"(vit|deit)\.pooler\.")
-_LAYER_SCALE = re.compile(r"(.*)\.layer_scale([12])\.scale$")
+_BEFORE_LAYER_SCALE = {"attention.out": 1, "mlp.fc2": 2}
 _WITHOUT_LAYER_SCALE = ("hugging_face", "transformers_5")
 
 
@@ -116,9 +111,8 @@ class _Place(NamedTuple):
       third: which third of its first axis the parameter is, or None for all of it.
       layout: "same"; "matrix", (out, in) there; "patches", a convolution (out, channels, height,
         width) there; or "zeros", not there and 0.
-      factor: name of an array that the outputs of the layer are multiplied by (LayerScale), or
-        None.
-      front: name of an array of one token that comes before it, or None.
+      factor: of an array that the outputs are multiplied by (LayerScale), its name, or None.
+      front: of an array of one token that comes before it, its name, or None.
     """
 
     name: str
@@ -155,9 +149,6 @@ def plain_names(stored: Iterable[str]) -> dict[str, str]:
 
     Without what wrappers put in front of them, and with what `ViTModel` leaves out there; its
     pooler, which no classifier has, is not among them.
-
-    >>> plain_names(["module.head.bias", "model._orig_mod.norm.bias"])
-    {'module.head.bias': 'head.bias', 'model._orig_mod.norm.bias': 'norm.bias'}
     """
     names = {name: _WRAPPERS.sub("", name) for name in stored}
     if _BARE in names.values():
@@ -181,12 +172,7 @@ def format_of(names: Iterable[str]) -> str:
 
 
 def sizes_of(stored: Shapes, names: str) -> dict[str, Any]:
-    """Returns the sizes of a plain vision transformer that arrays show, as arguments of ours.
-
-    >>> block = {"blocks.0.attn.qkv.weight": (24, 8), "blocks.0.mlp.fc1.weight": (16, 8)}
-    >>> sizes_of({"patch_embed.proj.weight": (8, 3, 2, 2), **block}, "timm")["mlp_ratio"]
-    2.0
-    """
+    """Returns the sizes of a plain vision transformer that arrays show, as arguments of ours."""
     name_of = lambda path: _place(path, names, with_teacher=_has_teacher(stored)).name
     first, patches = name_of("blocks.0.mlp.fc1.kernel"), name_of("patch_embed.proj.kernel")
     hidden, kernel = stored.get(first, ()), stored.get(patches, ())
@@ -213,16 +199,11 @@ def sizes_of(stored: Shapes, names: str) -> dict[str, Any]:
 def to_arrays(
     params: Mapping[str, AnyArray], names: str, *, channels: int
 ) -> dict[str, np.ndarray]:
-    """Renames and lays out the parameters of a transformer, by our path, as another project does.
-
-    Raises:
-      ValueError: a parameter of a score, for a project that has no such scores.
-
-    >>> to_arrays({"head.kernel": np.ones((192, 10))}, "timm", channels=3)["head.weight"].shape
-    (10, 192)
-    """
-    params = _without_layer_scale(params) if names in _WITHOUT_LAYER_SCALE else params
-    params = _with_positions_of_patches(params) if names == "timm" else params
+    """Renames and lays out parameters of a transformer, by our path, as another project does."""
+    if names in _WITHOUT_LAYER_SCALE:
+        params = _without_layer_scale(params)
+    elif names == "timm":
+        params = _with_positions_of_patches(params)
     own = [path for path in params if _OF_A_SCORE.search(path)]
     if names != "adder_flax" and own:
         raise ValueError(
@@ -249,7 +230,8 @@ class Match:
     """The parameters of a transformer found among arrays in any of `FORMATS`, by names and shapes.
 
     Not found are parameters of scores that the file does not have, and a head that is not there or
-    for another number of classes.
+    for another number of classes. What is missing, has no place here, or has another shape is a
+    ValueError.
 
     Attributes:
       stored: shapes of the arrays, by their names.
@@ -257,22 +239,13 @@ class Match:
       channels: of the images.
       places: where each parameter that was found is, by our path.
       arrays: names of the arrays that these are made of.
-
-    Raises:
-      ValueError: names of no known format, an array that has no place here, a parameter that is
-        missing or of another shape, a head or score of which only a part is there.
-
-    >>> shapes = {"blocks.0.attention.key.kernel": (8, 8)}
-    >>> found = Match({"blocks.0.attn.qkv.weight": (24, 8)}, shapes, channels=3)
-    >>> found.places["blocks.0.attention.key.kernel"].third
-    1
     """
 
     def __init__(self, stored: Shapes, shapes: Shapes, *, channels: int):
         self.stored, self.shapes, self.channels = stored, shapes, channels
         names, with_teacher = format_of(stored), _has_teacher(stored)
         places = {path: _place(path, names, with_teacher=with_teacher) for path in shapes}
-        if not any(map(_LAYER_SCALE.search, shapes)):
+        if not any(".layer_scale" in path for path in shapes):
             places = {path: _scaled(path, place, stored) for path, place in places.items()}
         if "cls_token" in stored and "reg_token" in shapes and "cls_token" not in shapes:
             # A class token that no head reads is a register.
@@ -361,22 +334,16 @@ class Match:
     ) -> dict[str, np.ndarray]:
         """Lays out the arrays as parameters, by our path.
 
-        A position embedding for another grid of patches is resized, and gets zeros for tokens in
-        front of the patches that it has no entries for (timm's ``no_embed_class``). LayerScale
-        becomes part of the layer in front of it where the model has none. Patches of three channels
-        are summed for one, those of one are a third of each of three.
-
-        Args:
-          arrays: by their names there.
-          grids: of the file's positions and of the model's.
-          like: how they are resized, see `resize_grid`.
+        A position embedding for another grid of patches (of the file's and the model's ``grids``)
+        is resized ``like`` a library does it, see `resize_grid`, and gets zeros for tokens in front
+        of the patches that it has no entries for (timm's ``no_embed_class``). LayerScale becomes
+        part of the layer in front of it where the model has none. Patches of three channels are
+        summed for one, those of one are a third of each of three.
         """
         found = {path: self._made(path, place, arrays) for path, place in self.places.items()}
         if "pos_embed" in found:
-            tokens = _prefix_tokens(self.shapes)
-            found["pos_embed"] = resize_positions(
-                found["pos_embed"], *grids, prefix_tokens=tokens, like=like
-            )
+            options: Any = dict(prefix_tokens=_prefix_tokens(self.shapes), like=like)
+            found["pos_embed"] = resize_positions(found["pos_embed"], *grids, **options)
         return found
 
     def _made(self, path: str, place: _Place, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -440,24 +407,22 @@ def _without_absent(places: Mapping[str, _Place], stored: Shapes) -> dict[str, _
 
 def _scaled(path: str, place: _Place, stored: Shapes) -> _Place:
     """Returns a place with the LayerScale behind it, timm's ``ls1`` or ``ls2``, if there is one."""
-    layer = re.match(r"(blocks\.\d+)\.(attention\.out|mlp\.fc2)\.", path)
-    if layer is None:
-        return place
-    factor = f"{layer[1]}.{'ls1' if layer[2] == 'attention.out' else 'ls2'}.gamma"
-    return place._replace(factor=factor) if factor in stored else place
+    for part, number in _BEFORE_LAYER_SCALE.items():
+        if path.startswith("blocks.") and f".{part}." in path:
+            factor = f"{path.partition(f'.{part}.')[0]}.ls{number}.gamma"
+            return place._replace(factor=factor) if factor in stored else place
+    return place
 
 
 def _without_layer_scale(params: Mapping[str, AnyArray]) -> Mapping[str, AnyArray]:
     """Returns parameters of the same function, LayerScale made part of the layers before it."""
-    folded = {path: array for path, array in params.items() if not _LAYER_SCALE.match(path)}
-    for path, scale in params.items():
-        if found := _LAYER_SCALE.match(path):
-            layer = f"{found[1]}.{'attention.out' if found[2] == '1' else 'mlp.fc2'}."
-            folded |= {
-                own: _product(np.asarray(array), np.asarray(scale))
-                for own, array in folded.items()
-                if own.startswith(layer)
-            }
+    folded = {path: array for path, array in params.items() if ".layer_scale" not in path}
+    for path in folded:
+        for part, number in _BEFORE_LAYER_SCALE.items():
+            block, _, rest = path.partition(f".{part}.")
+            scale = params.get(f"{block}.layer_scale{number}.scale") if rest else None
+            if scale is not None:
+                folded[path] = _product(np.asarray(params[path]), np.asarray(scale))
     return folded
 
 
@@ -487,14 +452,15 @@ def _product(array: np.ndarray, factor: np.ndarray) -> np.ndarray:
 def _why_homeless(homeless: list[str], shapes: Shapes) -> str:
     """Returns the message on arrays that have no place in the model."""
     for name in homeless:
-        for pattern, part, setting in _OTHER_PARTS:
+        got = printable(name, limit=80)
+        for pattern, (part, setting) in _PARTS.items():
             if re.search(pattern, name):
-                got = printable(name, limit=80)
-                if setting:
-                    return (
-                        f"expected weights without {part}, as the model is, got {got}; set "
-                        f"{setting}, or choose weights without"
-                    )
+                return (
+                    f"expected weights without {part}, as the model is, got {got}; set {setting}, "
+                    "or choose weights without"
+                )
+        for pattern, part in _FOREIGN_PARTS.items():
+            if re.search(pattern, name):
                 return (
                     f"expected weights of a network like the model, got {got}, which is of one "
                     f"with {part}, which the model does not have; choose weights without it"
@@ -540,14 +506,9 @@ def _entries_in_front(num_entries: int, grid: Grid, prefix_tokens: int) -> int:
 
 
 def resize_positions(
-    embedding: Float[np.ndarray, "1 old width"],
-    old: Grid,
-    new: Grid,
-    *,
-    prefix_tokens: int,
-    like: str,
-) -> Float[np.ndarray, "1 new width"]:
-    """Returns positions for another grid of patches, see `adder_flax.models.resize_grid`.
+    embedding: np.ndarray, old: Grid, new: Grid, *, prefix_tokens: int, like: str
+) -> np.ndarray:
+    """Returns positions (1, entries, width) for another grid, see `adder_flax.models.resize_grid`.
 
     Tokens in front of the patches that have no entries get zeros.
     """

@@ -138,7 +138,7 @@ def _check(model: Any) -> None:
     """Refuses what the page does not compute."""
     if got := _c.unlike(model):
         pass
-    elif any(_block(b.attention)["score"] not in _SCORES for b in model.blocks):
+    elif any(get_score(b.attention.settings.score).name not in _SCORES for b in model.blocks):
         got = "another score"
     elif any("norm_scale" in block.attention.score for block in model.blocks):
         got = "additive scores with layer_norm"

@@ -10,7 +10,7 @@ import pytest
 
 from adder_flax import interop, ops
 from adder_flax.extras import MissingExtraError
-from adder_flax.interop._onnx import as_formulas
+from adder_flax.interop._program import as_formulas
 from tests.interop.test_program import SIZES, largest_difference
 from tests.interop.test_weights import ADDER, close, make
 
