@@ -27,7 +27,7 @@ from adder_flax.settings import (
     filled,
     read,
 )
-from adder_flax.training.fingerprint import OPERATIONAL_FIELDS, flatten_config, with_defaults
+from adder_flax.training.workdir import OPERATIONAL_FIELDS, flatten_config, with_defaults
 
 with needs("train"):
     from ml_collections import ConfigDict

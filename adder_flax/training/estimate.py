@@ -13,7 +13,7 @@ import jax
 from adder_flax import ops
 from adder_flax.counting.operations import Operations, count_operations
 from adder_flax.training import sharding
-from adder_flax.training.setup import Run, abstract_batch, trace
+from adder_flax.training.program import Run, abstract_batch, trace
 from adder_flax.training.topology import GIB, compiler_options, memory_bytes
 
 _STATE_NAMES = {
@@ -23,9 +23,8 @@ _STATE_NAMES = {
     "model_state": "carried by the model",
     "ema_model_state": "averages of that",
 }
-# How XLA:TPU complains. Either number is of everything together: what the first message
-# calls temporaries includes the arguments, as a program with 10 GiB of them and 8 GiB of
-# temporaries shows, which is refused for 18 GiB.
+# How XLA:TPU complains. Either number is of everything together: what the first message calls
+# temporaries includes the arguments.
 _REQUIRED = re.compile(r"(?:temporaries \(|Used )([\d.]+)([KMGT])")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -130,9 +129,8 @@ def advise(run: Run, estimated: Estimate) -> list[str]:
         )
     if getattr(run.settings.model, "dtype", "") == "float32":
         for_activations.append("--config.model.dtype=bfloat16: activations half as large")
-    if state > estimated.total / 2:
-        return for_state + for_activations
-    return for_activations + for_state
+    state_first = state > estimated.total / 2
+    return for_state + for_activations if state_first else for_activations + for_state
 
 
 def step_operations(run: Run) -> Operations:

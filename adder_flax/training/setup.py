@@ -1,7 +1,6 @@
 """From a configuration to everything a run needs: its user's mistakes are found before compute."""
 
 import copy
-import dataclasses
 import functools
 import math
 import operator
@@ -15,105 +14,21 @@ import numpy as np
 from absl import logging
 from flax import nnx
 from jax.sharding import Mesh
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from adder_flax import data, interop
-from adder_flax.errors import RunError, first_line, user_errors
+from adder_flax.errors import RunError, user_errors
 from adder_flax.experiment import as_config
 from adder_flax.settings import ClassificationSettings, DataSettings, RunSettings, defaults, read
 from adder_flax.tasks import TASKS, Task
 from adder_flax.training import sharding
 from adder_flax.training.checkpoints import SavedCheckpoints
-from adder_flax.training.fingerprint import fingerprint
-from adder_flax.training.initialization import params_by_path
-from adder_flax.training.processes import fetch, replicate
-from adder_flax.training.program import Program, program_of, shape_and_numbers
-from adder_flax.training.skeleton import Skeleton, joined, take_apart
-from adder_flax.training.step import Hyper, Parts, State, evaluation_params
-from adder_flax.training.workdir import read_config
+from adder_flax.training.program import Run, params_by_path, program_of, shape_and_numbers
+from adder_flax.training.step import Skeleton, evaluation_params, joined, take_apart
+from adder_flax.training.workdir import fingerprint, read_config, saved_steps
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 Teacher = tuple[Skeleton, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A checked configuration and what was built from it. Nothing large is allocated yet.
-
-    Attributes:
-      config: the configuration.
-      settings: what it says, checked and typed.
-      train_source, eval_source: the two splits of the data.
-      program: compiled functions, shared by all runs that differ in numbers alone.
-      numbers: in which this run differs from the others of its program, as the host knows them.
-      init: makes the train state before the first step, on the mesh.
-      train_step: of the program; it gives the memory of the old state away.
-      steps_per_epoch, num_steps: of training.
-    """
-
-    config: Any
-    settings: RunSettings
-    train_source: data.Source
-    eval_source: data.Source
-    program: Program
-    numbers: Hyper
-    init: Callable[[], State]
-    train_step: Callable
-    steps_per_epoch: int
-    num_steps: int
-
-    @property
-    def mesh(self) -> Mesh:
-        """Devices of the run."""
-        return self.program.shape.mesh
-
-    @property
-    def abstract_state(self) -> State:
-        """Shapes and shardings of the train state."""
-        return self.program.abstract_state
-
-    @functools.cached_property
-    def hyper(self) -> Hyper:
-        """The numbers of the run on its devices: the third argument of the training step."""
-        return replicate(self.numbers, self.mesh)
-
-    @property
-    def abstract_hyper(self) -> Hyper:
-        """Shapes and shardings of ``hyper``, for devices that need not be there."""
-        placed = sharding.replicated(self.mesh)
-
-        def shape(number: ArrayLike) -> jax.ShapeDtypeStruct:
-            aval = jax.typeof(number)
-            return jax.ShapeDtypeStruct(
-                aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=placed
-            )
-
-        return jax.tree.map(shape, self.numbers)
-
-    @functools.cached_property
-    def task(self) -> Task:
-        """What is learned, at the run's own numbers."""
-        return self.program.task(self.numbers)
-
-    @functools.cached_property
-    def parts(self) -> Parts:
-        """What its training step is made of, at the run's own numbers."""
-        return self.program.parts(self.numbers)
-
-    def batches(self, rows: Sequence[int] | np.ndarray | None = None) -> data.TrainPipeline:
-        """Returns what the run trains on: given rows of each global batch, or all of them."""
-        return data.TrainPipeline(
-            self.train_source,
-            self.config.batch_size,
-            self.config.seed,
-            rows=rows,
-            repeats=self.settings.data.repeats,
-        )
-
-    def model(self, params: Any) -> nnx.Module:
-        """Returns the model, as evaluation has it, with what :func:`evaluation_params` returns."""
-        return self.program.skeleton.merge(params)
 
 
 def build_run(
@@ -183,6 +98,21 @@ def build_run(
     return run
 
 
+def load_split(
+    load: Callable[..., data.Source], settings: RunSettings, name: str, split: str
+) -> data.Source:
+    """Loads a split of a data set as a run sees it."""
+    return load(
+        name,
+        split,
+        data_dir=settings.data.data_dir or None,
+        image_size=settings.data.image_size,
+        eval_crop_ratio=settings.data.eval_crop_ratio,
+        on_unreadable=settings.data.on_unreadable,
+        **TASKS.get(settings.task.name).source_options(settings.task),
+    )
+
+
 def with_statistics(config: Any, workdir: str | Path) -> Any:
     """Returns a configuration that says how images are normalised for the weights it begins with.
 
@@ -191,7 +121,7 @@ def with_statistics(config: Any, workdir: str | Path) -> Any:
     """
     if not config.init_from or config.data.mean:
         return config
-    if SavedCheckpoints(Path(workdir) / "checkpoints").steps:
+    if saved_steps(Path(workdir) / "checkpoints"):
         begun = read_config(workdir).data
         mean, std = begun.mean, begun.std
     else:
@@ -203,12 +133,63 @@ def with_statistics(config: Any, workdir: str | Path) -> Any:
     return as_config(fields)
 
 
-def _normalized(source: data.Source, settings: DataSettings) -> data.Source:
-    if not settings.mean:
-        return source
-    source = copy.copy(data.require_kind(data.ImageSource, source, "config.data.mean"))
-    source.statistics = settings.mean, settings.std
-    return source
+def _initial_variables(run: Run) -> Any:
+    program, numbers = run.program, run.numbers
+    if run.settings.init == "path":
+        build = functools.partial(program.build_model, numbers)
+        variables = params_by_path(build, int(numbers["seed"]))
+    else:  # eager: one jitted initialisation of all parameters compiles for longer than it saves
+        _, variables = take_apart(program.build_model(numbers))
+    state = program.abstract_state
+    abstract = joined(state["params"], state.get("model_state"))
+    placed = jax.tree.map(operator.attrgetter("sharding"), abstract)
+    variables = jax.device_put(variables, placed)
+    if type(run.task).initial is Task.initial:
+        return variables
+    with user_errors():
+        model = run.task.initial(run.model(sharding.fetch(variables, run.mesh)), run.train_source)
+    return jax.device_put(take_apart(model)[1], placed)
+
+
+def _count_steps(settings: RunSettings, source: data.Source) -> tuple[int, int]:
+    if len(source) < settings.batch_size:
+        raise RunError(
+            f"expected config.batch_size of at most {len(source)} training "
+            f"{TASKS.get(settings.task.name).unit}, got {settings.batch_size}; set "
+            "--config.batch_size"
+        )
+    steps_per_epoch = len(source) // settings.batch_size
+    # 1.1 epochs of 10 steps are 11 steps, though 1.1 × 10 is a little more in floating point.
+    return steps_per_epoch, max(1, math.ceil(round(settings.num_epochs * steps_per_epoch, 6)))
+
+
+def _check_classes(trained: data.Source, other: data.Source) -> None:
+    """Refuses images of other classes than the model learned, or in another order."""
+    images = [source for source in (trained, other) if isinstance(source, data.ImageSource)]
+    if len(images) < 2 or len({(s.image_shape, s.label_names) for s in images}) > 1:
+        raise RunError(
+            f"expected images like those of {trained.name}, of the same size with the same classes "
+            f"in the same order, got {other.name}; set --data to another set"
+        )
+
+
+def _check_batches(settings: RunSettings, mesh: Mesh) -> None:
+    shards = sharding.num_batch_shards(mesh)
+    parts = shards * settings.accumulation_steps
+    if settings.batch_size % parts:
+        raise RunError(
+            f"expected config.batch_size divisible by {shards} batch shards × "
+            f"{settings.accumulation_steps} accumulation steps = {parts}, got "
+            f"{settings.batch_size}; set --config.batch_size"
+        )
+    section = settings.optimizer.second_order
+    stride = section.curvature_stride or 1 if section else 1
+    if settings.batch_size % (parts * stride):
+        field = f"config.optimizer.{settings.optimizer.name}.curvature_stride"
+        raise RunError(
+            f"expected config.batch_size = {settings.batch_size} divisible by {parts} parts × "
+            f"{field}, got {stride}; set --{field}"
+        )
 
 
 def _load_teacher(settings: RunSettings, source: data.Source) -> Teacher | None:
@@ -223,23 +204,28 @@ def _load_teacher(settings: RunSettings, source: data.Source) -> Teacher | None:
             f"nothing at {place}; train it first, or set --config.task.teacher"
         )
     if Path(place).is_dir():
-        return _teacher_of_run(settings, place, source)
-    images = data.require_kind(data.ImageSource, source, "config.task.teacher")
-    model, statistics = interop.read_model(
-        place, image_shape=images.image_shape, num_classes=images.num_classes
-    )
-    return _teacher(model, statistics, _statistics(_normalized(images, settings.data)))
+        model, wanted = _model_of_run(settings, place, source)
+    else:
+        images = data.require_kind(data.ImageSource, source, "config.task.teacher")
+        model, wanted = interop.read_model(
+            place, image_shape=images.image_shape, num_classes=images.num_classes
+        )
+    given = _statistics(_normalized(source, settings.data))
+    if wanted is None or given is None or np.allclose(wanted, given, atol=1e-3):
+        return take_apart(model)
+    return take_apart(Renormalized(model, given, wanted))
+
+
+def _normalized(source: data.Source, settings: DataSettings) -> data.Source:
+    if not settings.mean:
+        return source
+    source = copy.copy(data.require_kind(data.ImageSource, source, "config.data.mean"))
+    source.statistics = settings.mean, settings.std
+    return source
 
 
 def _statistics(source: data.Source) -> Statistics | None:
     return data.channel_statistics(source) if isinstance(source, data.ImageSource) else None
-
-
-def _teacher(model: nnx.Module, wanted: Statistics | None, given: Statistics | None) -> Teacher:
-    """Returns a model as a teacher of images that are normalised as given, not as it wants them."""
-    if wanted is None or given is None or np.allclose(wanted, given, atol=1e-3):
-        return take_apart(model)
-    return take_apart(Renormalized(model, given, wanted))
 
 
 class Renormalized(nnx.Module):
@@ -265,7 +251,9 @@ class Renormalized(nnx.Module):
         return self.model((images * std + mean - wanted_mean) / wanted_std)
 
 
-def _teacher_of_run(settings: RunSettings, workdir: str, source: data.Source) -> Teacher:
+def _model_of_run(
+    settings: RunSettings, workdir: str, source: data.Source
+) -> tuple[nnx.Module, Statistics | None]:
     """The model of a run's last checkpoint, which saw images of the same size."""
     trained = read_config(workdir)
     fields = trained.to_dict()
@@ -288,9 +276,8 @@ def _teacher_of_run(settings: RunSettings, workdir: str, source: data.Source) ->
         seen.statistics = _learned_statistics(trained)
     run = build_run(as_config(fields), load=lambda *_, **__: seen)
     saved = SavedCheckpoints(Path(workdir) / "checkpoints", of=fingerprint(trained))
-    variables = fetch(evaluation_params(saved.restore(run.abstract_state)), run.mesh)
-    wanted, given = map(_statistics, (run.train_source, _normalized(source, settings.data)))
-    return _teacher(run.model(variables), wanted, given)
+    variables = sharding.fetch(evaluation_params(saved.restore(run.abstract_state)), run.mesh)
+    return run.model(variables), _statistics(run.train_source)
 
 
 def _learned_statistics(trained: Any) -> Statistics:
@@ -302,103 +289,3 @@ def _learned_statistics(trained: Any) -> Statistics:
     with user_errors():
         own = load_split(data.load_source, settings, settings.data.name, settings.data.train_split)
     return data.channel_statistics(data.require_kind(data.ImageSource, own, "config.task.teacher"))
-
-
-def _initial_variables(run: Run) -> Any:
-    program, numbers = run.program, run.numbers
-    if run.settings.init == "path":
-        build = functools.partial(program.build_model, numbers)
-        variables = params_by_path(build, int(numbers["seed"]))
-    else:  # eager: one jitted initialisation of all parameters compiles for longer than it saves
-        _, variables = take_apart(program.build_model(numbers))
-    variables = _put(program, variables)
-    if type(run.task).initial is Task.initial:
-        return variables
-    with user_errors():
-        model = run.task.initial(run.model(fetch(variables, run.mesh)), run.train_source)
-    return _put(program, take_apart(model)[1])
-
-
-def _put(program: Program, variables: Any) -> Any:
-    state = program.abstract_state
-    abstract = joined(state["params"], state.get("model_state"))
-    return jax.device_put(variables, jax.tree.map(operator.attrgetter("sharding"), abstract))
-
-
-def abstract_batch(run: Run) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes and shardings of a training batch."""
-    place = functools.partial(sharding.placed_shape, placed=sharding.batch_sharding(run.mesh))
-    return jax.tree.map(place, run.program.batch(run.settings.batch_size))
-
-
-def trace(run: Run) -> jax.stages.Traced:
-    """Traces the training step as its first call would, which finds what was traced."""
-    try:
-        with jax.set_mesh(run.mesh):
-            return run.train_step.trace(run.abstract_state, abstract_batch(run), run.abstract_hyper)
-    except RunError:
-        raise
-    except Exception as error:
-        if isinstance(error, ValueError) and str(error).startswith("expected"):
-            raise RunError(str(error)) from error
-        raise RunError(
-            f"expected a training step that can be traced, got {type(error).__name__}: "
-            f"{first_line(error)}; correct --config.model.* and --config.optimizer.*, or see the "
-            "traceback with --verbosity=1"
-        ) from error
-
-
-def _count_steps(settings: RunSettings, source: data.Source) -> tuple[int, int]:
-    if len(source) < settings.batch_size:
-        raise RunError(
-            f"expected config.batch_size of at most {len(source)} training "
-            f"{TASKS.get(settings.task.name).unit}, got {settings.batch_size}; set "
-            "--config.batch_size"
-        )
-    steps_per_epoch = len(source) // settings.batch_size
-    # 1.1 epochs of 10 steps are 11 steps, though 1.1 × 10 is a little more in floating point.
-    return steps_per_epoch, max(1, math.ceil(round(settings.num_epochs * steps_per_epoch, 6)))
-
-
-def load_split(
-    load: Callable[..., data.Source], settings: RunSettings, name: str, split: str
-) -> data.Source:
-    """Loads a split of a data set as a run sees it."""
-    return load(
-        name,
-        split,
-        data_dir=settings.data.data_dir or None,
-        image_size=settings.data.image_size,
-        eval_crop_ratio=settings.data.eval_crop_ratio,
-        on_unreadable=settings.data.on_unreadable,
-        **TASKS.get(settings.task.name).source_options(settings.task),
-    )
-
-
-def _check_classes(trained: data.Source, other: data.Source) -> None:
-    """Refuses images of other classes than the model learned, or in another order."""
-    images = [source for source in (trained, other) if isinstance(source, data.ImageSource)]
-    if len(images) < 2 or len({(s.image_shape, s.label_names) for s in images}) > 1:
-        raise RunError(
-            f"expected images like those of {trained.name}, of the same size with the same classes "
-            f"in the same order, got {other.name}; set --data to another set"
-        )
-
-
-def _check_batches(settings: RunSettings, mesh: Mesh) -> None:
-    shards = sharding.num_batch_shards(mesh)
-    parts = shards * settings.accumulation_steps
-    if settings.batch_size % parts:
-        raise RunError(
-            f"expected config.batch_size divisible by {shards} batch shards × "
-            f"{settings.accumulation_steps} accumulation steps = {parts}, got "
-            f"{settings.batch_size}; set --config.batch_size"
-        )
-    section = settings.optimizer.second_order
-    stride = section.curvature_stride or 1 if section else 1
-    if settings.batch_size % (parts * stride):
-        raise RunError(
-            f"expected config.batch_size = {settings.batch_size} divisible by {parts} parts × "
-            f"config.optimizer.{settings.optimizer.name}.curvature_stride, got {stride}; set "
-            f"--config.optimizer.{settings.optimizer.name}.curvature_stride"
-        )
