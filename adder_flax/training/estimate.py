@@ -36,9 +36,8 @@ class Estimate:
     Attributes:
       device_kind, num_devices: of the topology.
       memory: bytes on one device by kind: each part of the train state, the batch, the compiled
-        program, and "activations, gradients": what the compiler laid out for the step beside them.
-        That for TPUs packs only as tightly as it must; where it laid out more than there is, and
-        accepted it, this is the peak of what is alive.
+        program, and "activations, gradients": what the compiler laid out for the step beside them,
+        or the peak of what is alive where a TPU's laid out more than there is, and accepted it.
       capacity: bytes that programs can use on one device; None where it is not known.
       compile_seconds: time that the compiler took.
       fits: whether there is room for everything.

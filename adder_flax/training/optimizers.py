@@ -44,8 +44,8 @@ class CurvatureOptimizer(NamedTuple):
 def find_layers(loss: Callable, params: Any, examples: Any, model_state: Any) -> kfac.Layers:
     """Returns the layers of a model that have curvature; nothing is computed."""
 
-    def loss_and_outputs(params: Any, *args: Any) -> tuple[Any, Any]:
-        outcome = loss(params, *args)
+    def loss_and_outputs(*args: Any) -> tuple[Any, Any]:
+        outcome = loss(*args)
         return outcome.loss, outcome.outputs
 
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -90,8 +90,7 @@ def scale_by_adder_rate(eta: float) -> optax.GradientTransformation:
 
     Source: Chen et al., "AdderNet: Do We Really Need Multiplications in Deep Learning?", CVPR 2020,
     eq. 12-13 (η = 0.2 in the authors' code). It stands in the optimizer, not in the backward pass,
-    so that sharding and gradient accumulation do not change it. Adam divides by the gradient's own
-    scale, so under AdamW it changes little.
+    so that sharding and gradient accumulation do not change it.
 
     Example:
       >>> transform = scale_by_adder_rate(0.2)
@@ -168,7 +167,7 @@ def _decoupled(
 def _for_matrices(
     spec: OptimizerSpec, stage: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """Returns a stage for what inputs are multiplied with, Adam for all else.
+    """A stage for what inputs are multiplied with, Adam for all else.
 
     That includes prototypes: for distances an orthogonal or whitened step means nothing.
     """
@@ -259,8 +258,7 @@ def _second_order(make: Callable, spec: OptimizerSpec) -> CurvatureOptimizer:
     """K-FAC or CG-FAC for what inputs are multiplied with, AdamW for the rest, one decay for both.
 
     Steps of "rms" have the root mean square that the learning rate says; others follow the schedule
-    relative to its peak. Clipping by norm is for AdamW's share alone: a solution of linear systems
-    has a scale of its own, which ``kl_clip`` bounds.
+    relative to its peak. Clipping by norm is for AdamW's share alone: ``kl_clip`` bounds the other.
     """
     c, section = spec.settings, spec.settings.second_order
     if section is None:

@@ -33,13 +33,11 @@ def connect(environ: Mapping[str, str] | None = None, *, detect: bool = False) -
 
     Args:
       environ: environment variables; ``os.environ`` unless given.
-      detect: let JAX look for a cluster of any kind that it knows, and fail where there is none.
-        TPU virtual machines that were not started by GKE need it: they know their peers from a
-        metadata server alone.
+      detect: let JAX look for a cluster of any kind that it knows, and fail where there is none, as
+        TPU virtual machines need that were not started by GKE.
 
     Raises:
-      RunError: some of the variables are missing, or the others cannot be reached within five
-        minutes.
+      RunError: a variable is missing, or the others cannot be reached within five minutes.
     """
     environ = os.environ if environ is None else environ
     # The address alone may come from a launcher whose other facts JAX finds by itself.
@@ -114,8 +112,7 @@ class StopVote:
     """Lets every process stop at the same step, whichever of them was signalled.
 
     Votes are summed up on the devices without waiting: the outcome of one step's votes is read
-    after the next step is under way, so that all processes read the same outcome at the same step.
-    One process alone need not vote.
+    after the next step is under way, by all processes at the same step. One alone need not vote.
 
     Example:
       >>> vote = StopVote(sharding.make_mesh({"data": -1, "fsdp": 1, "tensor": 1}))

@@ -49,12 +49,10 @@ def build_run(
         alone.
       load: of a split of the data; ``data.load_or_imitate`` lets random images of the same shape
         stand in for a set that is not here.
-      eval_split: what is evaluated on: a split's own name, or ``eval`` for the one that the
-        configuration says.
-      eval_data: name of another data set to evaluate on, with the same classes; by default that of
-        the configuration.
+      eval_split: what is evaluated on: a split's own name, or ``eval`` for the configuration's.
+      eval_data: name of another data set to evaluate on, with the same classes.
       eval_labels: file with all right labels of each image that is evaluated on, see
-        `adder_flax.data.with_label_sets`; "" for the set's own labels alone.
+        `adder_flax.data.with_label_sets`.
       teach: whether a task that learns from a teacher is given it; nothing but training needs it.
 
     Raises:
@@ -245,9 +243,7 @@ class Renormalized(nnx.Module):
         self, images: Float[Array, "batch height width channels"]
     ) -> Float[Array, "batch classes"]:
         """Normalises images anew and classifies them."""
-        (mean, std), (wanted_mean, wanted_std) = (
-            (jnp.array(x) for x in pair) for pair in (self.given, self.wanted)
-        )
+        mean, std, wanted_mean, wanted_std = map(jnp.array, (*self.given, *self.wanted))
         return self.model((images * std + mean - wanted_mean) / wanted_std)
 
 

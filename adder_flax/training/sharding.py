@@ -21,8 +21,8 @@ from adder_flax.parameters import Facts
 _MESH_AXES = ("data", "fsdp", "tensor")
 _BATCH_AXES = ("data", "fsdp")
 
-# What belongs to no parameter and has fewer numbers is not split: to gather it would take
-# longer than it saves.
+# What belongs to no parameter and has fewer numbers is not split: to gather it would take longer
+# than it saves.
 _SMALLEST_SPLIT = 2**14
 
 # Axes that a layer names, see adder_flax.parameters.name_axis: columns of query, key, value and fc1
@@ -116,8 +116,8 @@ def state_sharding(abstract_state: Any, mesh: Mesh | AbstractMesh, facts: Any) -
     known = {(path, param.shape): fact for (path, fact), param in of_params}
 
     def place(path: Sequence[Any], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        # A moment stands in the optimizer's state under the path of its parameter, and
-        # has its shape.
+        # A moment stands in the optimizer's state under the path of its parameter, and has its
+        # shape.
         parts = tree_path(path).split("/")
         ends = (("/".join(parts[i:]), leaf.shape) for i in range(len(parts)))
         own = next((known[end] for end in ends if end in known), None)
@@ -146,8 +146,7 @@ def num_batch_shards(mesh: Mesh | AbstractMesh) -> int:
 def local_rows(mesh: Mesh, batch_size: int) -> Int[np.ndarray, " rows"]:
     """Returns which rows of a global batch lie on this process's devices, in ascending order.
 
-    Together the processes hold every row, each row once unless ``tensor`` spans processes, whose
-    devices then share it.
+    Each row is of one process, unless ``tensor`` spans processes.
     """
     slices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
     return np.unique(np.concatenate([np.arange(batch_size)[rows] for rows in slices]))
