@@ -80,8 +80,7 @@ def files_of(place: str | Path) -> list[Path]:
 class Predictor:
     """A classifier with all that lies between a file and names of classes.
 
-    Images of any size are resized and cropped as those of the evaluation split: photographs to
-    their centre, of sets whose images are all of one size to the largest square in their middle.
+    Images of any size are resized and cropped as those of the evaluation split.
 
     Args:
       task: of the run.
@@ -159,12 +158,8 @@ def predict_files(
 ) -> int:
     """Prints a line for every file; returns how many could not be read.
 
-    Args:
-      predictor: of the run.
-      files: to look at.
-      output: JSON lines go there.
-      overlay: a picture of each image's attention goes into that folder, under the file's number
-        and name.
+    JSON lines go to ``output``, a picture of each image's attention into the folder ``overlay``,
+    under the file's number and name.
     """
     unread, width = 0, min(60, max(len(printable(path)) for path in files))
     with contextlib.ExitStack() as stack:

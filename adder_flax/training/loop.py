@@ -93,7 +93,7 @@ class Trainer:
     _progress: Progress
     # The newest step and its metrics, until the next one is under way: only then does the host
     # wait for them.
-    _newest: tuple[int, Metrics] | None = None
+    _newest: tuple[int, Metrics] | None
     # Speed is measured from this step on: what else took time before does not count.
     _clock: tuple[int, float]
 
@@ -169,7 +169,8 @@ class Trainer:
         self, state: State, start: int
     ) -> tuple[State, dict[str, float], signal.Signals | None]:
         run, evaluation, stopped = self._run, {}, None
-        stop_vote, self._clock = StopVote(run.mesh), (start, time.monotonic())
+        stop_vote = StopVote(run.mesh)
+        self._newest, self._clock = None, (start, time.monotonic())
         steps = profiled(
             range(start, run.num_steps), run.config.profile_steps, self._workdir / "profile"
         )

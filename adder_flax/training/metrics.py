@@ -43,7 +43,8 @@ class MetricWriter:
     """
 
     def __init__(self, workdir: str | Path, *, start_step: int = 0, enabled: bool = True):
-        self._workdir, self._events = Path(workdir), None
+        self._workdir = Path(workdir)
+        self._events: EventsWriter | None = None
         if not enabled:
             return
         _set_rows_aside(self._workdir, start_step)
@@ -57,7 +58,8 @@ class MetricWriter:
             # the first.
             self._events = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
             if start_step:
-                self._add_event(start_step + 1, session_log=SessionLog(status=SessionLog.START))
+                began = SessionLog(status=SessionLog.START)
+                self._events.write_event(_event(start_step + 1, session_log=began))
 
     def __enter__(self) -> "MetricWriter":
         return self
@@ -76,7 +78,7 @@ class MetricWriter:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         with writing("metrics", self._workdir):
             self._add(json.dumps({"step": step, **scalars}) + "\n")
-            self._add_event(step, summary=Summary(value=values))
+            self._events.write_event(_event(step, summary=Summary(value=values)))
             if time.monotonic() - self._flushed > _FLUSH_SECONDS:
                 self._events.flush()
                 self._flushed = time.monotonic()
@@ -86,8 +88,9 @@ class MetricWriter:
         with (self._workdir / _NAME).open("a") as file:
             file.write(text)
 
-    def _add_event(self, step: int, **what: Any) -> None:
-        self._events.write_event(Event(wall_time=time.time(), step=step, **what))
+
+def _event(step: int, **what: Any) -> Event:
+    return Event(wall_time=time.time(), step=step, **what)
 
 
 def read_metrics(workdir: str | Path) -> list[dict[str, float]]:

@@ -22,18 +22,7 @@ from adder_flax.models import MODELS, Builder
 from adder_flax.parameters import parameter_facts
 from adder_flax.settings import OptimizerSettings, RunSettings, put_numbers, take_numbers
 from adder_flax.tasks import TASKS, Task
-from adder_flax.training import optimizers, sharding
-from adder_flax.training.step import (
-    Hyper,
-    Parts,
-    Skeleton,
-    State,
-    init_state,
-    make_eval_step,
-    make_loss_fn,
-    make_train_step,
-    take_apart,
-)
+from adder_flax.training import optimizers, sharding, step
 
 
 class Shape(NamedTuple):
@@ -41,7 +30,7 @@ class Shape(NamedTuple):
 
     task: type[Task]
     task_facts: Any
-    teacher: Skeleton | None
+    teacher: step.Skeleton | None
     build: Builder
     make_optimizer: Callable
     task_settings: Any
@@ -61,8 +50,8 @@ def shape_and_numbers(
     source: data.Source,
     mesh: Mesh,
     num_steps: int,
-    teacher: tuple[Skeleton, Any] | None = None,
-) -> tuple[Shape, Hyper]:
+    teacher: tuple[step.Skeleton, Any] | None = None,
+) -> tuple[Shape, step.Hyper]:
     """Separates what shapes the program of a run from its numbers; a teacher is taken apart."""
     task = TASKS.get(settings.task.name)
     warmup_steps = round(settings.optimizer.warmup_epochs * (len(source) // settings.batch_size))
@@ -117,7 +106,7 @@ class Program:
       eval_step: ``(params, batch, hyper) → sums``.
     """
 
-    def __init__(self, shape: Shape, numbers: Hyper):
+    def __init__(self, shape: Shape, numbers: step.Hyper):
         self.shape = shape
         # One key for all: flax looks at its count of keys each time, which takes the longer the
         # more has been traced.
@@ -125,7 +114,7 @@ class Program:
         build = functools.partial(self.build_model, numbers)
         model = jax.eval_shape(lambda: nnx.split(_built_from(build, keys)))
         self.facts = parameter_facts(nnx.merge(*model))
-        self.skeleton, variables = take_apart(model)
+        self.skeleton, variables = step.take_apart(model)
         # Once, and only for those who ask: finding layers traces the loss.
         self._find_layers = functools.cache(functools.partial(self._layers, numbers, variables))
         # At plain numbers: what does not fit is told before any trace.
@@ -135,18 +124,18 @@ class Program:
         )
         shapes = jax.eval_shape(self._initial_state, variables, numbers)
         shardings = sharding.state_sharding(shapes, shape.mesh, self.facts)
-        self.abstract_state: State = jax.tree.map(sharding.placed_shape, shapes, shardings)
+        self.abstract_state: step.State = jax.tree.map(sharding.placed_shape, shapes, shardings)
         whole = sharding.replicated(shape.mesh)
-        train_step = make_train_step(
+        train_step = step.make_train_step(
             self.parts,
             accumulation_steps=shape.accumulation_steps,
             skip_non_finite=shape.skip_non_finite,
         )
         self.initial_state = jax.jit(self._initial_state, out_shardings=shardings)
         self.train_step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, whole))
-        self.eval_step = jax.jit(make_eval_step(self.skeleton, self.task), out_shardings=whole)
+        self.eval_step = jax.jit(step.make_eval_step(self.skeleton, self.task), out_shardings=whole)
 
-    def task(self, numbers: Hyper) -> Task:
+    def task(self, numbers: step.Hyper) -> Task:
         """The task, at given numbers."""
         shape, teacher = self.shape, None
         if shape.teacher is not None:  # no derivative flows through it
@@ -154,14 +143,14 @@ class Program:
         settings = put_numbers(shape.task_settings, numbers["task"])
         return shape.task(settings, shape.task_facts, teacher=teacher, progress=_progress(numbers))
 
-    def build_model(self, numbers: Hyper, rngs: nnx.Rngs | None = None) -> nnx.Module:
+    def build_model(self, numbers: step.Hyper, rngs: nnx.Rngs | None = None) -> nnx.Module:
         """Builds the model, by default with the parameters that the seed, a plain number, gives."""
         rngs = rngs or nnx.Rngs(int(numbers["seed"]))
         return self.shape.build(
             self._model_settings(numbers), self.task(numbers).example(), rngs=rngs
         )
 
-    def parts(self, numbers: Hyper, graphdef: nnx.GraphDef | None = None) -> Parts:
+    def parts(self, numbers: step.Hyper, graphdef: nnx.GraphDef | None = None) -> step.Parts:
         """What a training step is made of; inside of the compiled step the numbers are traced."""
         skeleton = self.skeleton if graphdef is None else self.skeleton._replace(graphdef=graphdef)
         task = self.task(numbers)
@@ -173,10 +162,12 @@ class Program:
             num_steps=numbers["num_steps"],
         )
         spec = optimizers.OptimizerSpec(settings, learning_rate, self.facts, self._find_layers)
-        return Parts(
+        return step.Parts(
             seed=numbers["seed"],
             examples=task.examples,
-            loss=make_loss_fn(skeleton, task, self._model_settings(numbers), _progress(numbers)),
+            loss=step.make_loss_fn(
+                skeleton, task, self._model_settings(numbers), _progress(numbers)
+            ),
             optimizer=optimizers.with_rate_factors(
                 self.shape.make_optimizer(spec), self.facts, settings
             ),
@@ -192,20 +183,20 @@ class Program:
             for name, record in self.shape.records
         }
 
-    def _model_settings(self, numbers: Hyper) -> Any:
+    def _model_settings(self, numbers: step.Hyper) -> Any:
         return put_numbers(self.shape.model_settings, numbers["model"])
 
-    def _initial_state(self, variables: Any, numbers: Hyper) -> State:
+    def _initial_state(self, variables: Any, numbers: step.Hyper) -> step.State:
         params, carried = self.skeleton.separate(variables)
         optimizer = self.parts(numbers).optimizer
-        return init_state(params, optimizer=optimizer, ema=self.shape.ema, model_state=carried)
+        return step.init_state(params, optimizer=optimizer, ema=self.shape.ema, model_state=carried)
 
     def _layers(
-        self, numbers: Hyper, variables: Any, stride: int | None, interval: int
+        self, numbers: step.Hyper, variables: Any, stride: int | None, interval: int
     ) -> tuple[kfac.Layers, int]:
         params, carried = self.skeleton.separate(variables)
         task, key = self.task(numbers), jax.eval_shape(lambda: jax.random.key(0))
-        loss = make_loss_fn(self.skeleton, task, self._model_settings(numbers))
+        loss = step.make_loss_fn(self.skeleton, task, self._model_settings(numbers))
 
         def layers_of(size: int) -> kfac.Layers:
             examples = jax.eval_shape(task.examples, key, self.batch(size))
@@ -221,7 +212,7 @@ class Program:
         return layers if found == 1 else layers_of(size // found), found
 
 
-def _progress(numbers: Hyper) -> float | Array:
+def _progress(numbers: step.Hyper) -> float | Array:
     """Returns the share of the steps that are done, 1 where the step is not said."""
     return numbers["step"] / numbers["num_steps"] if "step" in numbers else 1.0
 
@@ -230,7 +221,7 @@ _PROGRAMS: dict[Shape, Program] = {}
 _MOST_PROGRAMS = 8  # their executables take memory
 
 
-def program_of(shape: Shape, numbers: Hyper) -> Program:
+def program_of(shape: Shape, numbers: step.Hyper) -> Program:
     """Returns the program of a run: one for all of a shape, while it is among the newest."""
     program = _PROGRAMS.pop(shape, None) or Program(shape, numbers)
     _PROGRAMS[shape] = program  # the newest is last
@@ -259,8 +250,8 @@ class Run:
     train_source: data.Source
     eval_source: data.Source
     program: Program
-    numbers: Hyper
-    init: Callable[[], State]
+    numbers: step.Hyper
+    init: Callable[[], step.State]
     train_step: Callable
     steps_per_epoch: int
     num_steps: int
@@ -271,17 +262,17 @@ class Run:
         return self.program.shape.mesh
 
     @property
-    def abstract_state(self) -> State:
+    def abstract_state(self) -> step.State:
         """Shapes and shardings of the train state."""
         return self.program.abstract_state
 
     @functools.cached_property
-    def hyper(self) -> Hyper:
+    def hyper(self) -> step.Hyper:
         """The numbers of the run on its devices: the third argument of the training step."""
         return sharding.replicate(self.numbers, self.mesh)
 
     @property
-    def abstract_hyper(self) -> Hyper:
+    def abstract_hyper(self) -> step.Hyper:
         """Shapes and shardings of ``hyper``, for devices that need not be there."""
         placed = sharding.replicated(self.mesh)
 
@@ -299,7 +290,7 @@ class Run:
         return self.program.task(self.numbers)
 
     @functools.cached_property
-    def parts(self) -> Parts:
+    def parts(self) -> step.Parts:
         """What its training step is made of, at the run's own numbers."""
         return self.program.parts(self.numbers)
 
@@ -357,7 +348,7 @@ def params_by_path(build: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Any:
     """
 
     def make(keys: Iterator[PRNGKeyArray]) -> Any:
-        return take_apart(_built_from(build, keys))[1]
+        return step.take_apart(_built_from(build, keys))[1]
 
     used = itertools.count()
     key = jax.random.key(seed)
