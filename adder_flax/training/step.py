@@ -93,7 +93,7 @@ def make_train_step(
 
         def loss_and_outcome(params: Any, *part: Any) -> tuple[Array, Outcome]:
             outcome = parts.loss(params, *part)
-            return outcome.loss, outcome
+            return outcome.loss, outcome._replace(loss=None)
 
         # The gradient: a mean over microbatches.
         def gradient(*part: Any) -> tuple[Any, Outcome]:
