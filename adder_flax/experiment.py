@@ -7,6 +7,7 @@ import re
 import sys
 import traceback
 import types
+from pathlib import Path
 from typing import Any
 
 from adder_flax import experiments, packed, settings
@@ -25,10 +26,9 @@ def load_experiment(path: str) -> ConfigDict:
     Args:
       path: of the file, or the bare name of one that comes with the package; what follows a colon
         is the argument of ``get_config``. A ``.json`` file holds a configuration, as the
-        ``config.json`` of a run does, or one under the name ``config``, as the record of a
-        comparison does. ``records.jsonl.xz`` is the comparison that it is of,
-        ``records.jsonl.xz#<name>`` one of its runs; fields that a version has added or given up
-        since are put right. A file may import from those beside it.
+        ``config.json`` of a run does, or one under the name ``config``. ``records.jsonl.xz`` is the
+        comparison that it is of, ``records.jsonl.xz#<name>`` one of its runs; fields that a version
+        has added or given up since are put right. A file may import from those beside it.
 
     Raises:
       RunError: whatever is wrong with it, with the line.
@@ -75,10 +75,9 @@ def experiment_names() -> list[str]:
     >>> "adder_deit_tiny" in experiment_names()
     True
     """
-    files = experiments.FOLDER.glob("*.py")
-    texts = {file.stem: file.read_text(encoding="utf-8") for file in files}
     makes = re.compile(r"^(def get_config\(|get_config = |from .* import get_config)", re.MULTILINE)
-    return sorted(name for name, text in texts.items() if makes.search(text))
+    files = experiments.FOLDER.glob("*.py")
+    return sorted(file.stem for file in files if makes.search(file.read_text(encoding="utf-8")))
 
 
 def _file_of(path: str) -> str:
@@ -153,8 +152,7 @@ def _of_this_version(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _read(path: str) -> bytes:
     try:
-        with open(path, "rb") as file:
-            return file.read()
+        return Path(path).read_bytes()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise RunError(f"expected an experiment file, got {path}: {why}; set --config") from error

@@ -20,8 +20,7 @@ def inner_programs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
     return [program for program in programs if hasattr(program, "eqns")]
 
 
-# Loops, branches and shards hold programs too, but what they do with them is another thing than to
-# call them.
+# Loops, branches and shards hold programs too, but do more with them than to call them.
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_lin")
 _CALLS += ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
@@ -49,11 +48,9 @@ def callee(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
 
     Example:
       >>> import jax
-      >>> def twice(x):
-      ...     return jax.lax.fori_loop(0, 2, lambda _, y: 2 * y, x)
-      >>> program = jax.make_jaxpr(lambda x: jax.jit(twice)(x) + twice(x))(1.0)
+      >>> program = jax.make_jaxpr(lambda x: jax.jit(lambda x: 2 * x)(x) + x)(1.0)
       >>> [callee(equation) is not None for equation in program.eqns]
-      [True, False, False]
+      [True, False]
     """
     if equation.primitive.name not in _CALLS:
         return None

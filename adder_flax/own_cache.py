@@ -12,8 +12,6 @@ import platformdirs
 
 from adder_flax.files import write_whole
 
-logger = logging.getLogger(__name__)
-
 _Used = TypeVar("_Used")
 _DIGEST_BYTES = 32
 
@@ -72,7 +70,7 @@ def kept(
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(path, content + _digest(content, key))
     except OSError as error:
-        logger.warning(
+        logging.getLogger(__name__).warning(
             "%s: expected to keep compiled kernels in %s, got: %s; every process compiles them "
             "anew; set XDG_CACHE_HOME",
             *(owner, path.parent, error),

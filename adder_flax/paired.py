@@ -3,13 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 from scipy import stats
 
-_RESAMPLES = 9999
 _CONFIDENCE = 0.95
 _LEVEL = 0.05
 LEAST_SEEDS = 10
@@ -85,24 +83,24 @@ def paired_difference(
     if infinite.any() or pairs == 1:
         whole = (-np.inf, np.inf)
         return Difference(mean, *whole, whole, p_value, pairs)
-    return Difference(mean, *_student(differences), _bootstrap(differences), p_value, pairs)
-
-
-def _student(differences: Float[np.ndarray, " seed"]) -> tuple[float, float]:
-    mean, half = differences.mean(), stats.t.ppf((1 + _CONFIDENCE) / 2, len(differences) - 1)
-    half *= stats.sem(differences)
-    return float(mean - half), float(mean + half)
+    half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, pairs - 1) * stats.sem(differences))
+    ends = _bootstrap(differences)
+    return Difference(mean, mean - half, mean + half, ends, p_value, pairs)
 
 
 def _bootstrap(differences: Float[np.ndarray, " seed"]) -> tuple[float, float]:
     """Efron's of 1987; where that is not defined, as for equal differences, by percentiles."""
     if np.ptp(differences) == 0:
         return float(differences[0]), float(differences[0])
-    options: dict[str, Any] = dict(n_resamples=_RESAMPLES, confidence_level=_CONFIDENCE)
     for method in ("BCa", "percentile"):
         with np.errstate(all="ignore"):
             found = stats.bootstrap(
-                (differences,), np.mean, method=method, rng=np.random.default_rng(0), **options
+                (differences,),
+                np.mean,
+                n_resamples=9999,
+                confidence_level=_CONFIDENCE,
+                method=method,
+                rng=np.random.default_rng(0),
             )
         ends = found.confidence_interval
         if np.isfinite([ends.low, ends.high]).all():
@@ -215,8 +213,7 @@ def performance_profiles(
     AlgoPerf scores training algorithms (Dahl et al., 2023).
 
     Args:
-      costs: of every instance (a seed, a data set) in the same order; None where the target was not
-        reached.
+      costs: of every instance (a seed, a data set); None where the target was not reached.
       factors: ≥ 1.
 
     Example:

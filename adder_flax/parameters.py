@@ -1,9 +1,8 @@
 """What is true of a parameter beside its value, said where the parameter is made.
 
-Weight decay or not, whether inputs are multiplied with it or compared to it, and which of its axes
-may be split over devices are facts of a layer. They travel as metadata of the variable, through
-``nnx.split``, ``nnx.merge`` and ``nnx.eval_shape``; optimizers and meshes read them with
-:func:`parameter_facts` and know no class of layers.
+Facts travel as metadata of the variable, through ``nnx.split``, ``nnx.merge`` and
+``nnx.eval_shape``; optimizers and meshes read them with :func:`parameter_facts` and know no class
+of layers.
 """
 
 import dataclasses
@@ -53,7 +52,7 @@ def state_facts(parameter: Parameter, *, role: str, decay: bool) -> Parameter:
       >>> parameter_facts(nnx.Dict(kernel=parameter))["kernel"].role
       'prototype'
     """
-    known = _known(parameter) or Facts()
+    known = parameter.get_metadata(_FACTS, Facts())
     parameter.set_metadata(_FACTS, dataclasses.replace(known, role=role, decay=decay))
     return parameter
 
@@ -82,7 +81,7 @@ def name_axis(
     if parameter is None:
         return
     shape = parameter.shape
-    facts = _known(parameter) or _default("kernel", len(shape))
+    facts = parameter.get_metadata(_FACTS, None) or _default("kernel", len(shape))
     axes = list(facts.axes or [None] * len(shape))
     axes[axis] = Axis(name, shape[axis] if parts is None else parts)
     parameter.set_metadata(_FACTS, dataclasses.replace(facts, axes=tuple(axes)))
@@ -101,8 +100,10 @@ def parameter_facts(model: nnx.Module) -> dict[str, Any]:
       (True, False)
     """
     state = nnx.state(model, nnx.Param)
-    stated = nnx.to_flat_state(state)
-    facts = {path: _known(p) or _default(path[-1], len(p.shape)) for path, p in stated}
+    facts = {
+        path: parameter.get_metadata(_FACTS, None) or _default(path[-1], len(parameter.shape))
+        for path, parameter in nnx.to_flat_state(state)
+    }
     # In the order of the parameters, so that both trees have one structure.
     return jax.tree_util.tree_map_with_path(
         lambda path, _: facts[tuple(key.key for key in path)], nnx.to_pure_dict(state)
@@ -112,10 +113,6 @@ def parameter_facts(model: nnx.Module) -> dict[str, Any]:
 def has_prototypes(model: nnx.Module) -> bool:
     """Whether some layer of a module, abstract perhaps, takes L1 distances to its parameters."""
     return any(facts.role == "prototype" for facts in jax.tree.leaves(parameter_facts(model)))
-
-
-def _known(parameter: nnx.Variable) -> Facts | None:
-    return parameter.get_metadata(_FACTS, None)
 
 
 def _default(name: Any, num_axes: int) -> Facts:

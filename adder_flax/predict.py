@@ -15,7 +15,6 @@ from jaxtyping import UInt8
 
 from adder_flax import data, recorder
 from adder_flax.attention import attention_map
-from adder_flax.data import usable_cores
 from adder_flax.data._images import decode_and_resize
 from adder_flax.errors import RunError, first_line
 from adder_flax.report import attention_figure, save_figure, tokens_in_front
@@ -66,17 +65,17 @@ def files_of(place: str | Path) -> list[Path]:
         )
     if not place.is_dir():
         return [place]
-    walked = os.walk(place, onerror=_refuse)
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    walked = os.walk(place, onerror=refuse)
     paths = (Path(folder, name) for folder, _, names in walked for name in names)
     is_shown = lambda path: not any(p.startswith(".") for p in path.relative_to(place).parts)
     found = sorted(filter(is_shown, paths))
     if not found:
         raise RunError(f"expected images in {printable(place)}, got an empty folder; set --images")
     return found
-
-
-def _refuse(error: OSError) -> None:
-    raise error
 
 
 class Predictor:
@@ -100,7 +99,7 @@ class Predictor:
         self._task, self._model = task, model
         self._source = data.require_kind(data.ImageSource, source, "--mode=predict")
         self._probabilities = jax.jit(
-            lambda model, images: jax.nn.softmax(model(*self._inputs(images)), axis=-1)
+            lambda model, images: jax.nn.softmax(model(*task.inputs({"image": images})), axis=-1)
         )
 
     def __call__(
@@ -108,7 +107,7 @@ class Predictor:
     ) -> Iterator[tuple[Prediction, UInt8[np.ndarray, "h w c"] | None]]:
         """Yields per file, in turn, what it is taken for and the pixels the model saw, if any."""
         size = min(_BATCH, len(files))
-        with futures.ThreadPoolExecutor(usable_cores()) as pool:
+        with futures.ThreadPoolExecutor(data.usable_cores()) as pool:
             batches = [files[start : start + size] for start in range(0, len(files), size)]
             ahead = [pool.submit(self._read, path) for path in batches[0]]
             for batch, following in zip(batches, [*batches[1:], []], strict=True):
@@ -119,7 +118,7 @@ class Predictor:
 
     def draw(self, pixels: UInt8[np.ndarray, "h w c"], prediction: Prediction, path: Path) -> None:
         """Writes a PNG of where the model looks in the pixels of a prediction."""
-        inputs = self._inputs(pixels[None])
+        inputs = self._task.inputs({"image": pixels[None]})
         _, records = recorder.record({"attention": ["weights"]}, self._model, *inputs)
         figure = attention_figure(
             pixels[None],
@@ -129,9 +128,6 @@ class Predictor:
             captions=["{} {:.1%}".format(*prediction.classes[0])],
         )
         save_figure(figure, path)
-
-    def _inputs(self, images: Any) -> tuple[Any, ...]:
-        return self._task.inputs({"image": images})
 
     def _read(self, path: Path) -> UInt8[np.ndarray, "h w c"] | str:
         """Returns the pixels of a file, or why there are none."""
@@ -152,10 +148,7 @@ class Predictor:
         for row, pixels in zip(images, read, strict=False):
             if not isinstance(pixels, str):
                 row[:] = pixels
-        if all(isinstance(pixels, str) for pixels in read):
-            rows = np.zeros((size, 0))
-        else:
-            rows = np.asarray(self._probabilities(self._model, images))
+        rows = np.asarray(self._probabilities(self._model, images))
         for path, pixels, row in zip(files, read, rows, strict=False):
             if isinstance(pixels, str):
                 yield Prediction(path, problem=pixels), None
@@ -170,12 +163,8 @@ def predict_files(
 ) -> int:
     """Prints a line for every file; returns how many could not be read.
 
-    Args:
-      predictor: of the run.
-      files: to look at.
-      output: JSON lines go there.
-      overlay: a picture of each image's attention goes into that folder, under the file's number
-        and name.
+    JSON lines go to ``output``, a picture of each image's attention into the folder ``overlay``,
+    under the file's number and name.
     """
     unread, width = 0, min(60, max(len(printable(path)) for path in files))
     with contextlib.ExitStack() as stack:

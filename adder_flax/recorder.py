@@ -162,8 +162,7 @@ def module_path(scopes: str) -> tuple[str, str]:
       ('blocks.0.attention', 'softmax')
     """
     # jvp(...), transpose(...): the backward pass belongs to its layer.
-    plain = re.sub(r"\w+\(|\)", "", scopes)
-    *_, inside = pieces = _PATH.split(plain)
+    *_, inside = pieces = _PATH.split(re.sub(r"\w+\(|\)", "", scopes))
     path = pieces[-2] if len(pieces) > 1 else ""
     return path, ".".join(filter(None, inside.split("/")))
 
@@ -232,9 +231,17 @@ def _run(
         if not _reports(equation):
             return jaxprs.apply(closed.jaxpr, equation, inputs)
         here = jaxprs.scope(outer, equation)
-        if equation.primitive is not _report_p:
-            return _run_inner(equation, inputs, here, records)
         params = equation.params
+        if equation.primitive.name == "scan":
+            return _run_scan(params, inputs, here, records)
+        if (called := jaxprs.callee(equation)) is not None:
+            return _run(called, inputs, here, records)
+        if equation.primitive is not _report_p:
+            raise ValueError(
+                "expected what is recorded outside of conditionals, while loops and shard_map, got "
+                f"a report inside of {equation.primitive.name!r}; record the function that is "
+                "called there."
+            )
         arrays = dict(zip(params["names"], inputs, strict=True))
         records.append(
             Record(params["kind"], module_path(here)[0], arrays, params["items"], params["batches"])
@@ -247,19 +254,6 @@ def _run(
 def _reports(equation: core.JaxprEqn) -> bool:
     inner = [e for program in jaxprs.inner_programs(equation) for e in program.eqns]
     return equation.primitive is _report_p or any(map(_reports, inner))
-
-
-def _run_inner(
-    equation: core.JaxprEqn, inputs: Sequence[Any], here: str, records: list[Record]
-) -> list[Any]:
-    if equation.primitive.name == "scan":
-        return _run_scan(equation.params, inputs, here, records)
-    if (called := jaxprs.callee(equation)) is not None:
-        return _run(called, inputs, here, records)
-    raise ValueError(
-        "expected what is recorded outside of conditionals, while loops and shard_map, got a "
-        f"report inside of {equation.primitive.name!r}; record the function that is called there."
-    )
 
 
 def _run_scan(

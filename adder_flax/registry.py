@@ -1,8 +1,7 @@
-"""How things are found by name: one small class, one instance per kind of thing.
+"""How things are found by name: one :class:`Registry` per kind of thing, beside its contract.
 
-Scores, models, tasks, data sources, optimizers, backends, … are each kept in a :class:`Registry`
-beside their contract, so that whoever adds one, inside this library or outside of it, does it with
-one file and one line.
+Whoever adds a score, a model, a task, …, inside this library or outside of it, does it with one
+file and one line.
 """
 
 import contextlib
@@ -52,8 +51,8 @@ class Registry(Generic[Entry]):
         """Adds an entry and returns it.
 
         The same thing again, as when a notebook cell runs twice, replaces what it registered;
-        something else of this name is a ValueError. ``origin`` tells the same thing from another
-        one; by default it is the module and name of its definition.
+        something else of this name is a ValueError. By its ``origin``, by default module and name
+        of its definition, the same thing is known.
         """
         named: Any = entry if hasattr(entry, "__qualname__") else type(entry)
         self._note(name, entry, origin or (named.__module__, named.__qualname__))

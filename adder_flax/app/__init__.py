@@ -21,10 +21,7 @@ def main() -> None:
 
 
 def prepare_process() -> None:
-    """Leaves cores and memory to XLA; to be called before NumPy is imported.
-
-    See also :func:`use_huge_pages`.
-    """
+    """Leaves cores and memory to XLA; to be called before NumPy is imported."""
     # Threads of OpenBLAS, which factorizes for JAX on CPUs, look out for more work after each call,
     # at the cost of XLA's (docs/operations.md). Cycles of unused objects among the million that
     # imports and traces make cost 0.3 s of the 8 s to the first step.
@@ -34,12 +31,10 @@ def prepare_process() -> None:
 
 
 def use_huge_pages() -> None:
-    """Starts the program anew with huge pages for what malloc takes, where Linux grants them.
-
-    XLA's CPU client takes the temporaries of every step from malloc, and the GNU C library maps
-    blocks of more than 32 MB anew each time, page by page. It reads the wish for huge pages when a
-    process starts, so this one executes its own command line again; not beside a GPU or TPU.
-    """
+    """Starts the program anew with huge pages for what malloc takes, where Linux grants them."""
+    # XLA's CPU client takes the temporaries of every step from malloc, and the GNU C library maps
+    # blocks of more than 32 MB anew each time, page by page. It reads the wish for huge pages when
+    # a process starts, so this one executes its own command line again; not beside a GPU or TPU.
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     granted = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if "glibc.malloc.hugetlb" in tunables or not granted.exists():

@@ -32,10 +32,8 @@ def messages() -> Iterator[None]:
     """
     try:
         yield
-    except MissingExtraError as error:
-        _end(str(error), 1, error)
-    except RunError as error:
-        _end(str(error), error.exit_code, error)
+    except (RunError, MissingExtraError) as error:
+        _end(str(error), getattr(error, "exit_code", 1), error)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere
         _leave(CLOSED_PIPE)

@@ -227,15 +227,13 @@ def _parse_flags(argv: list[str]) -> list[str]:
         if _CONFIG.value is not None:
             settings.read(_read_as(), _CONFIG.value)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
+        words = str(error)
         # All that ml_collections says of --config.<unknown field>.
-        unknown = re.match(r"\W*'(\w+)\\?'", str(error))
-        words = (
-            str(error)
-            if "expected" in str(error)
-            else f"expected flags as --help lists them, got: {error}"
-        )
-        misfit = _misfit(str(error))
-        raise RunError(_unknown_field(unknown[1], argv) if unknown else misfit or words) from error
+        if unknown := re.match(r"\W*'(\w+)\\?'", words):
+            raise RunError(_unknown_field(unknown[1], argv)) from error
+        if "expected" not in words:
+            words = f"expected flags as --help lists them, got: {error}"
+        raise RunError(_misfit(str(error)) or words) from error
     return rest
 
 

@@ -96,10 +96,10 @@ def train(config: Any, workdir: str | Path, *, start_time: float | None = None) 
     result = training.Trainer(run, workdir, start_time=start_time).fit()
     for source in (run.train_source, run.eval_source):
         if source.unreadable:
-            left_out = (
-                f"{len(source.unreadable)} unreadable {source.split} {run.task.unit} were left out"
+            _say(
+                f"{len(source.unreadable)} unreadable {source.split} {run.task.unit} were left "
+                "out; the warnings name them"
             )
-            _say(f"{left_out}; the warnings name them")
     if result.interrupted:
         _say(
             f"{result.interrupted.name} at step {result.step} of {run.num_steps}; the same command "
@@ -189,11 +189,9 @@ def _devices(run: training.Run) -> str:
     """Returns "8 × TPU v5 lite on 2 hosts, mesh data 8 × fsdp 1 × tensor 1"."""
     devices = run.mesh.devices.flatten()
     hosts = len({device.process_index for device in devices})
+    there = f" on {hosts} hosts" if hosts > 1 else ""
     mesh = " × ".join(f"{axis} {size}" for axis, size in run.mesh.shape.items())
-    return (
-        f"{len(devices)} × {devices[0].device_kind}{f' on {hosts} hosts' if hosts > 1 else ''}, "
-        f"mesh {mesh}"
-    )
+    return f"{len(devices)} × {devices[0].device_kind}{there}, mesh {mesh}"
 
 
 def compile_step(config: Any) -> None:
@@ -336,10 +334,9 @@ def quantize(config: Any, workdir: str | Path, checkpoint: str, weights: str) ->
     evaluator = training.Evaluator(run)
     scores = {"checkpoint": evaluator(params), weights: evaluator.score(few)}
     inputs = run.task.example().inputs
-    counted = {"checkpoint": model, weights: few}
     joules = {
         name: counting.energy(counting.count_operations(each, *inputs)).total_arithmetic_joules
-        for name, each in counted.items()
+        for name, each in {"checkpoint": model, weights: few}.items()
     }
     path, best = _integers(workdir, weights), f"eval/{run.task.best.name}"
     notes = {
@@ -402,9 +399,9 @@ def network_fields(run: training.Run) -> dict[str, Any]:
 
 
 def _require_one_process(mode: str) -> None:
-    if jax.process_count() > 1:
+    if (count := jax.process_count()) > 1:
         raise training.RunError(
-            f"expected one process to {mode} a checkpoint, got {jax.process_count()}; start one"
+            f"expected one process to {mode} a checkpoint, got {count}; start one"
         )
 
 
@@ -603,12 +600,8 @@ def _restore(run: training.Run, workdir: str | Path, checkpoint: str) -> Any:
 
 
 def _run_name(config: Any) -> str:
-    return ", ".join(
-        [
-            config.data.name,
-            *([f"{config.model.score} attention"] if "score" in config.model else []),
-        ]
-    )
+    score = [f"{config.model.score} attention"] if "score" in config.model else []
+    return ", ".join([config.data.name, *score])
 
 
 def default_workdir(experiment: str, overrides: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from adder_flax.compare.search import value_at
 from adder_flax.errors import RunError
 from adder_flax.extras import needs
 from adder_flax.settings import CompareSettings, Options, Range, RunSettings
-from adder_flax.training.fingerprint import OPERATIONAL_FIELDS, flatten_config, with_defaults
+from adder_flax.training.workdir import OPERATIONAL_FIELDS, flatten_config, with_defaults
 
 with needs("train"):
     from ml_collections import ConfigDict

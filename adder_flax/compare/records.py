@@ -13,8 +13,7 @@ from adder_flax import packed
 from adder_flax.compare.plan import Cell, Phase, own_fields
 from adder_flax.errors import RunError, writing
 from adder_flax.files import write_whole
-from adder_flax.training.fingerprint import computing, flatten_config
-from adder_flax.training.workdir import HeldError, lock_workdir
+from adder_flax.training.workdir import HeldError, computing, flatten_config, lock_workdir
 
 CURVE_DIGITS = 6
 """Of a score along training."""

@@ -7,7 +7,6 @@
 from adder_flax.errors import NonFiniteLossError, RunError, user_errors
 from adder_flax.training.checkpoints import Checkpoints, SavedCheckpoints
 from adder_flax.training.estimate import Estimate, advise, estimate, step_operations
-from adder_flax.training.fingerprint import fingerprint
 from adder_flax.training.loop import Evaluator, Result, Trainer
 from adder_flax.training.metrics import peak_memory, read_metrics
 from adder_flax.training.optimizers import (
@@ -17,11 +16,14 @@ from adder_flax.training.optimizers import (
     register_optimizer,
     scale_by_adder_rate,
 )
-from adder_flax.training.processes import connect, fetch, peer_errors
-from adder_flax.training.setup import Run, abstract_batch, build_run, trace, with_statistics
+from adder_flax.training.processes import connect, peer_errors
+from adder_flax.training.program import Run, abstract_batch, trace
+from adder_flax.training.setup import build_run, with_statistics
+from adder_flax.training.sharding import fetch
 from adder_flax.training.step import evaluation_params, make_eval_step, make_train_step
 from adder_flax.training.topology import topology_devices
 from adder_flax.training.workdir import (
+    fingerprint,
     open_workdir,
     other_records,
     read_config,

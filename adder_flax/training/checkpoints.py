@@ -2,11 +2,12 @@
 
 A checkpoint is the train state as plain nested dicts under ``<workdir>/checkpoints/<step>``. The
 newest one and the one with the best score are kept. Writing happens on a background thread. Beside
-Orbax's own facts a checkpoint holds a record, committed with it: the digest of every array, by
-which a restored state is known to be the one that was saved, and the score of the task, larger is
-better.
+Orbax's own facts a checkpoint holds a record, committed with it: the digest of every array, 32
+bits by which a restored state is known to be the one that was saved, and the score of the task,
+larger is better.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -19,16 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
 
+from adder_flax.arrays import AnyArray
 from adder_flax.errors import RunError, first_line, writing
 from adder_flax.extras import needs
 from adder_flax.text import printable
-from adder_flax.training.digests import compile_digests, take_digests
-from adder_flax.training.fingerprint import differences
-from adder_flax.training.sharding import tree_path
+from adder_flax.training.sharding import leaves_by_path
+from adder_flax.training.workdir import differences, saved_steps
 
 with needs("train"):
     from orbax.checkpoint import v1 as ocp
@@ -46,18 +51,7 @@ class SavedCheckpoints:
     @property
     def steps(self) -> list[int]:
         """Steps of which there are checkpoints, in order."""
-        try:
-            names = [path.name for path in self._directory.iterdir() if path.is_dir()]
-        except FileNotFoundError:
-            return []
-        return sorted(int(n) for n in names if n.isdecimal() and n == str(int(n)))
-
-    def score(self, step: int) -> float | None:
-        """Score saved with a checkpoint, larger is better; None for none."""
-        record = self._record(step)
-        if record is None:
-            raise ValueError("it has no record: an older version saved it")
-        return record["score"]
+        return saved_steps(self._directory)
 
     @property
     def best_step(self) -> int | None:
@@ -65,7 +59,7 @@ class SavedCheckpoints:
         scored = []
         for step in self.steps:
             try:
-                scored.append((self.score(step), step))
+                scored.append((self._record(step)["score"], step))
             except ValueError as error:
                 if step in self.steps:  # and not deleted by the trainer meanwhile
                     raise RunError(
@@ -87,14 +81,12 @@ class SavedCheckpoints:
         failures: dict[int, str] = {}
         while (step := self._choose(which, failures)) is not None:
             state, failure = self._try(step, abstract_state)
-            if failure is not None:
-                failures[step] = failure
-                continue
-            self._set_aside({bad: why for bad, why in failures.items() if bad in self.steps})
-            return state
-        steps = self.steps
+            if failure is None:
+                self._set_aside({bad: why for bad, why in failures.items() if bad in self.steps})
+                return state
+            failures[step] = failure
+        steps, place, fix = self.steps, self._directory, "restore one from a copy"
         failures = {step: why for step, why in failures.items() if step in steps}
-        place, fix = self._directory, "restore one from a copy"
         if failures and which == "last":
             few = dict(list(failures.items())[:3])
             told = f"a readable checkpoint in {place}, got only unreadable ones: {few}"
@@ -127,20 +119,18 @@ class SavedCheckpoints:
     def _try(self, step: int, abstract_state: Any) -> tuple[Any, str | None]:
         state = failure = None
         try:
-            record = self._record(step)
-            if record is not None:
-                _require_arrays(abstract_state, record["digests"])
+            digests = self._record(step)["digests"]
+            _require_arrays(abstract_state, digests)
             with ThreadPoolExecutor(max_workers=1) as meanwhile:
-                meanwhile.submit(compile_digests, abstract_state)
+                meanwhile.submit(_compile_digests, abstract_state)
                 state = ocp.load(
                     self._directory / str(step), abstract_state, checkpointable_name="state"
                 )
-            if record is None:
-                logging.warning(
-                    "Checkpoint %d has no digests: an older version saved it; not verified", step
+            found, _ = take_digests(state)
+            if bad := sorted(name for name in digests if found[name] != digests[name]):
+                raise ValueError(
+                    f"{len(bad)} of its {len(digests)} arrays are not what was saved: {_shown(bad)}"
                 )
-            else:
-                _verify(state, record["digests"])
         except Exception as error:
             state, failure = None, _reason(error)
         if (
@@ -150,21 +140,20 @@ class SavedCheckpoints:
             state, failure = None, failure or "another process could not read it"
         return state, failure
 
-    def _record(self, step: int) -> dict[str, Any] | None:
-        """What was saved about a checkpoint, None by an older version; else a ValueError."""
+    def _record(self, step: int) -> dict[str, Any]:
+        """What was saved about a checkpoint, else a ValueError."""
         try:
             text = (self._directory / str(step) / "_CHECKPOINT_METADATA").read_bytes()
             facts = json.loads(text)["custom_metadata"]
-            if "checksum" not in facts:
-                return None
             record = facts["record"]
+            saved, of = record["step"], record["of"] or self._of
             if facts["checksum"] != _checksum(record):
                 raise ValueError("its checksum is another")
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"its files or its record are damaged: {_reason(error)}") from error
-        if (saved := record.get("step", step)) != step:  # older versions did not say
+        if saved != step:
             raise ValueError(f"it was saved as that of step {saved}")
-        if self._of and (others := differences(record.get("of") or self._of, self._of)):
+        if self._of and (others := differences(of, self._of)):
             raise ValueError(f"another run saved it ({_shown(others, '; ')})")
         return record
 
@@ -198,7 +187,7 @@ class Checkpoints(SavedCheckpoints):
         self._unknown: set[int] = set()
         for step in self.steps:
             try:
-                self._scores[step] = self.score(step)
+                self._scores[step] = self._record(step)["score"]
             except ValueError:
                 self._unknown.add(step)
         with writing("a checkpoint", self._directory):
@@ -285,25 +274,15 @@ class Checkpoints(SavedCheckpoints):
 
 
 def _require_arrays(abstract_state: Any, names: Iterable[str]) -> None:
-    wanted = {tree_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(abstract_state)}
-    strange, missing = sorted({*names} - wanted), sorted(wanted - {*names})
-    if strange or missing:
-        parts = [("it has", strange), ("it lacks", missing)]
-        told = [f"{verb} {_shown(names)}" for verb, names in parts if names]
-        raise ValueError(
-            f"another version of the program saved it: {'; '.join(told)}; go on with it by that "
-            "version, or begin anew in another workdir"
-        )
-
-
-def _verify(state: Any, expected: dict[str, int]) -> None:
-    found, _ = take_digests(state)
-    if bad := sorted(
-        name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)
-    ):
-        raise ValueError(
-            f"{len(bad)} of its {len(expected)} arrays are not what was saved: {_shown(bad)}"
-        )
+    wanted, names = set(leaves_by_path(abstract_state)), set(names)
+    if wanted == names:
+        return
+    parts = {"it has": sorted(names - wanted), "it lacks": sorted(wanted - names)}
+    told = [f"{verb} {_shown(names)}" for verb, names in parts.items() if names]
+    raise ValueError(
+        f"another version of the program saved it: {'; '.join(told)}; go on with it by that "
+        "version, or begin anew in another workdir"
+    )
 
 
 def _shown(names: list[str], between: str = ", ") -> str:
@@ -321,3 +300,77 @@ def _reason(error: Exception) -> str:
 
 def _checksum(record: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
+
+
+def take_digests(tree: Any) -> tuple[dict[str, int], list[str]]:
+    """Returns the digest of each array of a tree, and names of those with an infinity or NaN.
+
+    A digest is the sum over all elements, modulo 2³², of a bijective mix of the element's bits and
+    its position: the change of one element always changes it, other damage goes unseen with
+    probability 2⁻³². It is computed where the array is, in one pass, and does not depend on how the
+    array is split over devices and processes.
+
+    Example:
+      >>> digests, non_finite = take_digests({"a": jnp.arange(3), "b": [jnp.array([1.0, jnp.nan])]})
+      >>> list(digests), non_finite
+      (['a', 'b/0'], ['b/0'])
+      >>> take_digests({"a": jnp.array([0, 1, 3])})[0]["a"] == digests["a"]
+      False
+    """
+    outcomes = {name: _digest_on(leaf)(leaf) for name, leaf in leaves_by_path(tree).items()}
+    outcomes = {name: np.asarray(outcome).tolist() for name, outcome in outcomes.items()}
+    digests = {name: digest for name, (digest, _) in outcomes.items()}
+    return digests, [name for name, (_, finite) in outcomes.items() if not finite]
+
+
+def _compile_digests(abstract_tree: Any) -> None:
+    distinct = {(x.shape, x.dtype, x.sharding): x for x in jax.tree.leaves(abstract_tree)}
+    for leaf in distinct.values():
+        _digest_on(leaf).lower(leaf).compile()
+
+
+def _digest_on(leaf: AnyArray | jax.ShapeDtypeStruct) -> Any:
+    # With a result that every process holds.
+    split = getattr(leaf, "sharding", None)
+    return _jitted(NamedSharding(split.mesh, P()) if isinstance(split, NamedSharding) else None)
+
+
+@functools.cache
+def _jitted(out: NamedSharding | None) -> Any:
+    return jax.jit(_digest, out_shardings=out)
+
+
+# Odd, with evenly spread bits: 2³² over the golden ratio, and the factors of
+# MurmurHash3's finaliser.
+_SPREAD, _MIX_1, _MIX_2 = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
+
+
+def _digest(x: Array) -> Array:
+    """Returns ``[digest, whether every element is finite]``."""
+    positions = jnp.zeros(x.shape, jnp.uint32)
+    for axis in range(x.ndim):
+        stride = np.uint32(math.prod(x.shape[axis + 1 :]) * int(_SPREAD) % 2**32)
+        positions += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * stride
+    mixed = (_bits(x) + positions) * _MIX_1
+    mixed = (mixed ^ (mixed >> 15)) * _MIX_2
+    mixed ^= mixed >> 16
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.stack([jnp.sum(mixed, dtype=jnp.uint32), jnp.uint32(1)])
+    # One reduction of both reads the array once.
+    digest, finite = jax.lax.reduce(
+        (mixed, jnp.isfinite(x)),
+        (np.uint32(0), np.bool_(True)),
+        lambda one, other: (one[0] + other[0], one[1] & other[1]),
+        tuple(range(x.ndim)),
+    )
+    return jnp.stack([digest, finite.astype(jnp.uint32)])
+
+
+def _bits(x: Array) -> Array:
+    """Returns the elements' bits as 32-bit numbers; of 64 bits, a mix."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    if x.dtype.itemsize == 8:
+        bits ^= (bits >> 32) * jnp.uint64(_SPREAD)
+    return bits.astype(jnp.uint32)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from adder_flax import jaxprs
-from adder_flax.training.digests import take_digests
+from adder_flax.training.checkpoints import take_digests
 
 
 def explain_non_finite(forward: Callable, params: Any, gradients: Callable, *batch: Any) -> str:
@@ -42,22 +42,17 @@ def _finite(x: Any) -> bool:
 def _evaluate(program: core.ClosedJaxpr, args: Sequence[Any], scope: str) -> list[Any]:
     def run_equation(equation: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
         here = jaxprs.scope(scope, equation)
-        outputs = _evaluate_equation(program.jaxpr, equation, inputs, here)
+        if equation.primitive.name == "scan" and not equation.params["reverse"]:
+            outputs = _evaluate_scan(equation.params, inputs, here)
+        elif (inner := jaxprs.callee(equation)) is not None:
+            outputs = _evaluate(inner, inputs, here)
+        else:
+            outputs = jaxprs.apply(program.jaxpr, equation, inputs)
         if all(map(_finite, inputs)) and not all(map(_finite, outputs)):
             raise _NonFinite(f"{here or 'top level'} ({equation.primitive.name})")
         return outputs
 
     return jaxprs.evaluate(program, args, run_equation)
-
-
-def _evaluate_equation(
-    program: core.Jaxpr, equation: core.JaxprEqn, inputs: list[Any], scope: str
-) -> list[Any]:
-    if equation.primitive.name == "scan" and not equation.params["reverse"]:
-        return _evaluate_scan(equation.params, inputs, scope)
-    if (inner := jaxprs.callee(equation)) is not None:
-        return _evaluate(inner, inputs, scope)
-    return jaxprs.apply(program, equation, inputs)
 
 
 def _evaluate_scan(params: Any, inputs: list[Any], scope: str) -> list[Any]:

@@ -13,7 +13,7 @@ import jax
 from adder_flax import ops
 from adder_flax.counting.operations import Operations, count_operations
 from adder_flax.training import sharding
-from adder_flax.training.setup import Run, abstract_batch, trace
+from adder_flax.training.program import Run, abstract_batch, trace
 from adder_flax.training.topology import GIB, compiler_options, memory_bytes
 
 _STATE_NAMES = {
@@ -23,9 +23,8 @@ _STATE_NAMES = {
     "model_state": "carried by the model",
     "ema_model_state": "averages of that",
 }
-# How XLA:TPU complains. Either number is of everything together: what the first message
-# calls temporaries includes the arguments, as a program with 10 GiB of them and 8 GiB of
-# temporaries shows, which is refused for 18 GiB.
+# How XLA:TPU complains. Either number is of everything together: what the first message calls
+# temporaries includes the arguments.
 _REQUIRED = re.compile(r"(?:temporaries \(|Used )([\d.]+)([KMGT])")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -37,9 +36,8 @@ class Estimate:
     Attributes:
       device_kind, num_devices: of the topology.
       memory: bytes on one device by kind: each part of the train state, the batch, the compiled
-        program, and "activations, gradients": what the compiler laid out for the step beside them.
-        That for TPUs packs only as tightly as it must; where it laid out more than there is, and
-        accepted it, this is the peak of what is alive.
+        program, and "activations, gradients": what the compiler laid out for the step beside them,
+        or the peak of what is alive where a TPU's laid out more than there is, and accepted it.
       capacity: bytes that programs can use on one device; None where it is not known.
       compile_seconds: time that the compiler took.
       fits: whether there is room for everything.
@@ -130,9 +128,8 @@ def advise(run: Run, estimated: Estimate) -> list[str]:
         )
     if getattr(run.settings.model, "dtype", "") == "float32":
         for_activations.append("--config.model.dtype=bfloat16: activations half as large")
-    if state > estimated.total / 2:
-        return for_state + for_activations
-    return for_activations + for_state
+    state_first = state > estimated.total / 2
+    return for_state + for_activations if state_first else for_activations + for_state
 
 
 def step_operations(run: Run) -> Operations:

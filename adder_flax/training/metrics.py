@@ -5,19 +5,16 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from absl import logging
 
-import kfac
 from adder_flax.errors import writing
 from adder_flax.extras import needs
 from adder_flax.files import append, write_whole
-from adder_flax.training.setup import Run
-from adder_flax.training.step import Metrics
 from adder_flax.training.workdir import read_file
 
 with needs("train"):
@@ -34,7 +31,8 @@ class MetricWriter:
     """Writes scalars by step to ``<workdir>/metrics.jsonl`` and TensorBoard events.
 
     A resumed run repeats the steps after its checkpoint. Their rows, and lines that are no rows,
-    are moved to ``metrics.jsonl.aside`` on opening: nothing that was written is lost.
+    are moved to ``metrics.jsonl.aside`` on opening: nothing that was written is lost. TensorBoard
+    is told to forget what earlier files say of these steps.
 
     Example:
       >>> import tempfile
@@ -46,13 +44,22 @@ class MetricWriter:
 
     def __init__(self, workdir: str | Path, *, start_step: int = 0, enabled: bool = True):
         self._workdir = Path(workdir)
-        self._events: _Events | None = None
+        self._events: EventsWriter | None = None
         if not enabled:
             return
         _set_rows_aside(self._workdir, start_step)
+        folder, self._flushed = self._workdir / "tensorboard", time.monotonic()
         with writing("metrics", workdir):
             self._add("")
-            self._events = _Events(self._workdir / "tensorboard", start_step)
+            folder.mkdir(parents=True, exist_ok=True)
+            # In this thread: that of tensorboardX.SummaryWriter ends at the first failure without
+            # a word, and whoever hands it the eleventh event after that waits for ever. Its own
+            # name has whole seconds: the second of two starts within one would empty the file of
+            # the first.
+            self._events = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
+            if start_step:
+                began = SessionLog(status=SessionLog.START)
+                self._events.write_event(_event(start_step + 1, session_log=began))
 
     def __enter__(self) -> "MetricWriter":
         return self
@@ -68,9 +75,13 @@ class MetricWriter:
         """Appends one row; values are plain floats."""
         if self._events is None:
             return
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         with writing("metrics", self._workdir):
             self._add(json.dumps({"step": step, **scalars}) + "\n")
-            self._events.write(step, scalars)
+            self._events.write_event(_event(step, summary=Summary(value=values)))
+            if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+                self._events.flush()
+                self._flushed = time.monotonic()
 
     def _add(self, text: str) -> None:
         # Opened each time: rows in a file that somebody moved since would be lost.
@@ -78,34 +89,8 @@ class MetricWriter:
             file.write(text)
 
 
-class _Events:
-    """A file of events for TensorBoard, which forgets what earlier ones say of steps after a start.
-
-    It is written in this thread: that of ``tensorboardX.SummaryWriter`` ends at the first failure
-    without a word, and whoever hands it the eleventh event after that waits for ever.
-    """
-
-    def __init__(self, directory: Path, start_step: int):
-        directory.mkdir(parents=True, exist_ok=True)
-        # Its own name has whole seconds: the second of two starts within one would empty
-        # the file of the first.
-        self._writer = EventsWriter(str(directory / "events"), f".{time.time_ns()}")
-        self._flushed = time.monotonic()
-        if start_step:
-            self._add(start_step + 1, session_log=SessionLog(status=SessionLog.START))
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._add(step, summary=Summary(value=values))
-        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
-            self._writer.flush()
-            self._flushed = time.monotonic()
-
-    def close(self) -> None:
-        self._writer.close()
-
-    def _add(self, step: int, **what: Any) -> None:
-        self._writer.write_event(Event(wall_time=time.time(), step=step, **what))
+def _event(step: int, **what: Any) -> Event:
+    return Event(wall_time=time.time(), step=step, **what)
 
 
 def read_metrics(workdir: str | Path) -> list[dict[str, float]]:
@@ -135,15 +120,16 @@ def _set_rows_aside(workdir: Path, start_step: int) -> None:
     for line in _lines(workdir):
         row = _row(line)
         (strange if row is None else kept if row["step"] <= start_step else later).append(line)
+    moved = later + strange
     ends = not kept or kept[-1].endswith(b"\n")
-    if not later and not strange and ends:
+    if ends and not moved:
         return
     with writing("metrics", workdir):
-        if later or strange:
-            append(aside, b"".join(line.rstrip(b"\n") + b"\n" for line in later + strange))
+        if moved:
+            append(aside, b"".join(line.rstrip(b"\n") + b"\n" for line in moved))
         # At once: a run killed here keeps its rows.
         write_whole(path, b"".join([*kept, b"" if ends else b"\n"]))
-    if later or strange:
+    if moved:
         logging.warning(
             "%s: %d rows after step %d, which are repeated, and %d lines that are no rows are now "
             "in %s",
@@ -167,16 +153,9 @@ class Progress:
             smoothing=0.1,
             disable=None if enabled else True,  # None: where there is no terminal
         )
+        self.advance, self.close = self._bar.update, self._bar.close
 
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        self._bar.close()
-
-    def advance(self) -> None:
-        """Counts one step."""
-        self._bar.update()
+    interval = staticmethod(tqdm.format_interval)
 
     def show(self, text: str) -> None:
         """Shows the newest training numbers: beside the bar, or as a line of their own."""
@@ -191,85 +170,27 @@ class Progress:
             tqdm.write(text)
 
 
-class DeferredMetrics:
-    """Holds the metrics of the newest step until the next one is under way.
+def profiled(steps: Iterable[int], window: Sequence[int], directory: Path) -> Iterator[int]:
+    """Yields steps, and records the timeline of a window of them.
 
-    Only then does the host wait for them.
+    Both its ends are included, and counted from 1 as in the log. XProf (``pip install xprof``,
+    ``xprof --logdir=<directory>``) and https://ui.perfetto.dev open what is left in
+    ``<directory>/plugins/profile/<time>``.
     """
-
-    def __init__(self, run: Run, writer: MetricWriter, progress: Progress, step: int):
-        self._run, self._writer, self._progress = run, writer, progress
-        self._newest: tuple[int, Metrics] | None = None
-        self.restart_clock(step)
-
-    def restart_clock(self, step: int) -> None:
-        """Measures speed from this step on: what else took time since the last does not count."""
-        self._clock = (step, time.monotonic())
-
-    def put(self, step: int, metrics: Metrics) -> None:
-        """Takes the metrics of a step that was handed to the devices."""
-        self._newest = (step, metrics)
-
-    def flush(self) -> int | None:
-        """Writes what was put last; returns its step where it is to stop the run, not finite."""
-        if self._newest is None:
-            return None
-        (step, metrics), self._newest = self._newest, None
-        if self._run.config.non_finite == "stop" and not metrics["finite"]:
-            return step
-        if step % self._run.config.log_every_steps == 0 or step == self._run.num_steps:
-            self._write(step, metrics)
-        return None
-
-    def _write(self, step: int, metrics: Metrics) -> None:
-        run = self._run
-        optimizer = kfac.telemetry(jax.device_get(metrics["optimizer"]))
-        scalars = {
-            "train/loss": float(metrics["loss"]),
-            **{f"train/{name}": float(value) for name, value in metrics["task"].items()},
-            "train/grad_norm": float(metrics["grad_norm"]),
-            "train/learning_rate": float(metrics["learning_rate"]),
-            **{name: float(value) for name, value in optimizer.items()},
-        }
-        shown = [f"step {step}/{run.num_steps}", f"loss {scalars['train/loss']:.4f}"]
-        shown += [f"{name} {scalars[f'train/{name}']:.3f}" for name in metrics["task"]]
-        first, since = self._clock
-        if step > first:
-            rate = (step - first) * run.config.batch_size / (time.monotonic() - since)
-            scalars[f"train/{run.task.unit}_per_second"] = rate
-            left = tqdm.format_interval((run.num_steps - step) * run.config.batch_size / rate)
-            shown += [f"{rate:.0f} {run.task.unit}/s", f"{left} left"]
-        self._writer.write(step, scalars)
-        self._progress.show("  ".join(shown))
-
-
-class Profiler:
-    """Records the timeline of a window of steps, both ends included, counted from 1 as in the log.
-
-    XProf (``pip install xprof``, ``xprof --logdir=<directory>``) and https://ui.perfetto.dev open
-    what it leaves in ``<directory>/plugins/profile/<time>``.
-    """
-
-    def __init__(self, window: Sequence[int], directory: str | Path):
-        self._window, self._directory = tuple(window) or (0, 0), str(directory)
-        self._recording = False
-
-    def __enter__(self) -> "Profiler":
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        if self._recording:
+    first, last = window or (0, 0)
+    recording = False
+    try:
+        for step in steps:
+            if recording and step >= last:
+                jax.profiler.stop_trace()
+                recording = False
+            elif first <= step + 1 <= last and not recording:
+                jax.profiler.start_trace(str(directory), create_perfetto_trace=True)
+                recording = True
+            yield step
+    finally:
+        if recording:
             jax.profiler.stop_trace()
-
-    def before_step(self, step: int) -> None:
-        """Starts or ends the recording where the window asks for it, after so many steps."""
-        first, last = self._window
-        if self._recording and step >= last:
-            jax.profiler.stop_trace()
-            self._recording = False
-        elif first <= step + 1 <= last and not self._recording:
-            jax.profiler.start_trace(self._directory, create_perfetto_trace=True)
-            self._recording = True
 
 
 def peak_memory() -> int:

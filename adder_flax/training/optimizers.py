@@ -17,7 +17,7 @@ from adder_flax.errors import RunError
 from adder_flax.parameters import Facts
 from adder_flax.registry import Registry
 from adder_flax.settings import OptimizerSettings, is_on
-from adder_flax.training.sharding import tree_path
+from adder_flax.training.sharding import leaves_by_path, tree_path
 from adder_flax.training.whitening import scale_by_kl_shampoo, scale_by_soap
 
 
@@ -37,16 +37,15 @@ class CurvatureOptimizer(NamedTuple):
 
     def refresh(self, state: Any) -> bool | Bool[Array, ""]:
         """Whether the step that this state is about to take computes curvature."""
-        # By the state's own count: a step that was thrown away with its state comes
-        # again.
+        # By the state's own count: a step that was thrown away with its state comes again.
         return True if self.interval == 1 else kfac.find_state(state).count % self.interval == 0
 
 
 def find_layers(loss: Callable, params: Any, examples: Any, model_state: Any) -> kfac.Layers:
     """Returns the layers of a model that have curvature; nothing is computed."""
 
-    def loss_and_outputs(params: Any, *args: Any) -> tuple[Any, Any]:
-        outcome = loss(params, *args)
+    def loss_and_outputs(*args: Any) -> tuple[Any, Any]:
+        outcome = loss(*args)
         return outcome.loss, outcome.outputs
 
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -63,26 +62,19 @@ class AdamState(optax.ScaleByAdamState):
 def scale_by_adam(
     b1: float | Array, b2: float | Array, eps: float | Array, *, nesterov: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_adam` for a training step that may have to be taken back.
+    """`optax.scale_by_adam` whose ``update`` also takes ``sound=``, whether the step counts.
 
-    To choose between old and new moments afterwards would have XLA copy them all at every step of a
-    CPU: parameters' updates compute new moments of their own from the old ones, which then cannot
-    be written over. Here the decays are 1 where a step does not count, and its gradient 0.
-
-    The ``update`` also takes ``sound=``, whether the step counts; where it does not, the state
-    stays as it was and updates mean nothing.
+    Where it does not, the state stays as it was and updates mean nothing. To choose between old and
+    new moments afterwards would have XLA copy them all at every step of a CPU: parameters' updates
+    compute new moments of their own from the old ones, which then cannot be written over. Here the
+    decays are 1 where a step does not count, and its gradient 0.
     """
 
     def init(params: Any) -> AdamState:
         return AdamState(*optax.scale_by_adam().init(params))
 
     def update(
-        grads: Any,
-        state: AdamState,
-        params: Any = None,
-        *,
-        sound: Bool[Array, ""] | bool = True,
-        **_: Any,
+        grads: Any, state: AdamState, params: Any = None, *, sound: Any = True, **_: Any
     ) -> tuple[Any, AdamState]:
         keep1, keep2 = jnp.where(sound, b1, 1.0), jnp.where(sound, b2, 1.0)
         adam = optax.scale_by_adam(keep1, keep2, eps, nesterov=nesterov)
@@ -98,8 +90,7 @@ def scale_by_adder_rate(eta: float) -> optax.GradientTransformation:
 
     Source: Chen et al., "AdderNet: Do We Really Need Multiplications in Deep Learning?", CVPR 2020,
     eq. 12-13 (η = 0.2 in the authors' code). It stands in the optimizer, not in the backward pass,
-    so that sharding and gradient accumulation do not change it. Adam divides by the gradient's own
-    scale, so under AdamW it changes little.
+    so that sharding and gradient accumulation do not change it.
 
     Example:
       >>> transform = scale_by_adder_rate(0.2)
@@ -108,21 +99,17 @@ def scale_by_adder_rate(eta: float) -> optax.GradientTransformation:
       [0.1697, 0.2263]
     """
 
-    def scale(gradient):
+    def scale(gradient: Array, _: Any) -> Array:
         wide = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
-        # Elements of at most 1, by a power of two in two halves: no square, and no
-        # reciprocal, leaves the type's range.
+        # Elements of at most 1, by a power of two in two halves: no square, and no reciprocal,
+        # leaves the type's range.
         exponent = jnp.frexp(jnp.abs(wide).max(initial=0))[1]
         unit = jnp.ldexp(jnp.ldexp(wide, -(exponent // 2)), exponent // 2 - exponent)
         # Below 1/2 only where the gradient is zero.
         norm = jnp.maximum(jnp.linalg.norm(unit.ravel()), 0.5)
         return (unit * (eta * gradient.size**0.5 / norm)).astype(gradient.dtype)
 
-    return _for_each(scale)
-
-
-def _for_each(scale: Callable[[Array], Array]) -> optax.GradientTransformation:
-    return optax.stateless(lambda updates, params: jax.tree.map(scale, updates))
+    return optax.stateless_with_tree_map(scale)
 
 
 class OptimizerSpec(NamedTuple):
@@ -157,8 +144,7 @@ _EPS = 1e-8  # of Adam's denominator
 
 
 def _adam(spec: OptimizerSpec, *, nesterov: bool = False) -> optax.GradientTransformation:
-    c = spec.settings
-    return scale_by_adam(c.b1, c.b2, _EPS, nesterov=nesterov)
+    return scale_by_adam(spec.settings.b1, spec.settings.b2, _EPS, nesterov=nesterov)
 
 
 def _decoupled(
@@ -167,8 +153,8 @@ def _decoupled(
     *behind: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
     """A direction, the decay beside it, what comes behind both, and the rate."""
-    # Nested, so that a checkpoint holds the optimizer's own state in one place, whatever
-    # stages come before it.
+    # Nested, so that a checkpoint holds the optimizer's own state in one place, whatever stages
+    # come before it.
     optimizer = optax.chain(
         direction,
         optax.add_decayed_weights(spec.settings.weight_decay, mask=spec.decayed),
@@ -181,7 +167,7 @@ def _decoupled(
 def _for_matrices(
     spec: OptimizerSpec, stage: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """Returns a stage for what inputs are multiplied with, Adam for all else.
+    """A stage for what inputs are multiplied with, Adam for all else.
 
     That includes prototypes: for distances an orthogonal or whitened step means nothing.
     """
@@ -212,10 +198,6 @@ def _whitened(scale: Callable, spec: OptimizerSpec) -> optax.GradientTransformat
     return _decoupled(spec, _for_matrices(spec, scale(spec.settings.b1, spec.settings.b2)))
 
 
-def _sgd(spec: OptimizerSpec) -> optax.GradientTransformation:
-    return _decoupled(spec, optax.trace(decay=spec.settings.momentum))
-
-
 def _lamb(spec: OptimizerSpec) -> optax.GradientTransformation:
     """LAMB: Adam's steps, decay included, each scaled to the norm of its parameter.
 
@@ -228,8 +210,7 @@ def _lamb(spec: OptimizerSpec) -> optax.GradientTransformation:
     return _decoupled(spec, _adam(spec), trust)
 
 
-# Root mean square of Muon's steps per learning rate: about AdamW's, so that one learning
-# rate serves both.
+# Root mean square of Muon's steps per learning rate: about AdamW's, so that one rate serves both.
 _MUON_RMS = 0.2
 
 
@@ -240,12 +221,11 @@ def _muon(spec: OptimizerSpec) -> optax.GradientTransformation:
     scale Liu et al., 2025, https://arxiv.org/abs/2502.16982, section 2.2.
     """
     c = spec.settings
-    # Of kernels with an axis of heads in front, as bilinear scores have, each head is a
-    # matrix.
+    # Of kernels with an axis of heads in front, as bilinear scores have, each head is a matrix.
     matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
 
     # An orthogonal step has a root mean square of 1/√(longer side).
-    def scale(update: Array) -> Array:
+    def scale(update: Array, _: Any) -> Array:
         return _MUON_RMS * max(update.shape[-2:]) ** 0.5 * update
 
     muon = optax.chain(
@@ -254,7 +234,7 @@ def _muon(spec: OptimizerSpec) -> optax.GradientTransformation:
             eps=_EPS,
             weight_dimension_numbers=functools.partial(jax.tree.map, lambda _: matrix),
         ),
-        _for_each(scale),
+        optax.stateless_with_tree_map(scale),
     )
     return _decoupled(spec, _for_matrices(spec, muon))
 
@@ -262,9 +242,11 @@ def _muon(spec: OptimizerSpec) -> optax.GradientTransformation:
 def _gradient_stages(spec: OptimizerSpec) -> list[optax.GradientTransformation]:
     c, stages = spec.settings, []
     if is_on(limit := c.clip_norm):
-        clip = lambda gradient: gradient * (limit / jnp.maximum(limit, optax.tree.norm(gradient)))
+        clip = lambda g, _: g * (limit / jnp.maximum(limit, optax.tree.norm(g)))
         stages.append(
-            optax.clip_by_global_norm(limit) if c.clip_scope == "all" else _for_each(clip)
+            optax.clip_by_global_norm(limit)
+            if c.clip_scope == "all"
+            else optax.stateless_with_tree_map(clip)
         )
     if is_on(c.adder_rate):
         prototypes = spec.mask(lambda facts: facts.role == "prototype")
@@ -276,8 +258,7 @@ def _second_order(make: Callable, spec: OptimizerSpec) -> CurvatureOptimizer:
     """K-FAC or CG-FAC for what inputs are multiplied with, AdamW for the rest, one decay for both.
 
     Steps of "rms" have the root mean square that the learning rate says; others follow the schedule
-    relative to its peak. Clipping by norm is for AdamW's share alone: a solution of linear systems
-    has a scale of its own, which ``kl_clip`` bounds.
+    relative to its peak. Clipping by norm is for AdamW's share alone: ``kl_clip`` bounds the other.
     """
     c, section = spec.settings, spec.settings.second_order
     if section is None:
@@ -286,10 +267,8 @@ def _second_order(make: Callable, spec: OptimizerSpec) -> CurvatureOptimizer:
     rate, peak = options.pop("learning_rate"), 1.0 if section.step == "rms" else c.learning_rate
     interval = options.pop("curvature_interval", 1)
     layers, stride = spec.find_layers(options.pop("curvature_stride"), interval)
-    facts = {
-        tree_path(path): fact for path, fact in jax.tree_util.tree_leaves_with_path(spec.facts)
-    }
     # Norms and embeddings are AdamW's.
+    facts = leaves_by_path(spec.facts)
     layers = layers.select(
         lambda block: any(facts[param.path].role != "other" for param in block.params)
     )
@@ -344,7 +323,7 @@ register_optimizer("lbfgs")(lambda spec: optax.lbfgs())
 register_optimizer("muon")(_muon)
 register_optimizer("nadamw")(functools.partial(_adamw, nesterov=True))
 register_optimizer("schedule_free_adamw")(_schedule_free_adamw)
-register_optimizer("sgd")(_sgd)
+register_optimizer("sgd")(lambda spec: _decoupled(spec, optax.trace(decay=spec.settings.momentum)))
 register_optimizer("soap")(functools.partial(_whitened, scale_by_soap))
 
 
@@ -383,7 +362,7 @@ def rate_factors(params: Any, settings: OptimizerSettings) -> Any:
     >>> rate_factors(params, OptimizerSettings(layer_decay=0.5, freeze="blocks.1"))
     {'blocks': {'0': 0.25, '1': 0.0}, 'head': 1.0, 'patch_embed': 0.125}
     """
-    paths = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = [path.replace("/", ".") for path in leaves_by_path(params)]
     numbers = [int(block[1]) for path in paths if (block := _BLOCK.match(path))]
     if settings.layer_decay != 1 and not numbers:
         raise RunError(
@@ -401,7 +380,7 @@ def rate_factors(params: Any, settings: OptimizerSettings) -> Any:
     last = max(numbers, default=0) + 2
 
     def factor(path: Any, _: Any) -> float:
-        name = _name(path)
+        name = tree_path(path).replace("/", ".")
         if any(_is_in(name, other) for other in frozen):
             return 0.0
         if block := _BLOCK.match(name):
@@ -426,10 +405,6 @@ def with_rate_factors(optimizer: Any, params: Any, settings: OptimizerSettings) 
         return jax.tree.map(jnp.multiply, updates, factors), state
 
     return optimizer._replace(update=update)
-
-
-def _name(path: Any) -> str:
-    return tree_path(path).replace("/", ".")
 
 
 def _is_in(path: str, name: str) -> bool:

@@ -1,11 +1,10 @@
 """One run in several processes: how they find each other, agree to stop, and end together."""
 
 import contextlib
-import functools
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -27,33 +26,35 @@ _PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 def connect(environ: Mapping[str, str] | None = None, *, detect: bool = False) -> None:
     """Joins the processes of one run, where the environment says that there are several.
 
-    It must come before anything that asks JAX for devices. Understood are, in this order:
-
-    - ``JAX_COORDINATOR_ADDRESS`` (host:port of process 0), ``JAX_NUM_PROCESSES`` and
-      ``JAX_PROCESS_ID``;
-    - a SLURM step (``srun``) of several tasks, one for each GPU;
-    - a TPU slice of several hosts on GKE (``TPU_WORKER_HOSTNAMES``).
+    It must come before anything that asks JAX for devices. Understood are, in this order,
+    ``JAX_COORDINATOR_ADDRESS`` (host:port of process 0), ``JAX_NUM_PROCESSES`` and
+    ``JAX_PROCESS_ID``; a SLURM step (``srun``) of several tasks, one for each GPU; a TPU slice of
+    several hosts on GKE (``TPU_WORKER_HOSTNAMES``).
 
     Args:
       environ: environment variables; ``os.environ`` unless given.
-      detect: let JAX look for a cluster of any kind that it knows, and fail where there is none.
-        TPU virtual machines that were not started by GKE need it: they know their peers from a
-        metadata server alone.
+      detect: let JAX look for a cluster of any kind that it knows, and fail where there is none, as
+        TPU virtual machines need that were not started by GKE.
 
     Raises:
-      RunError: some of the variables are missing, or the others cannot be reached within five
-        minutes.
+      RunError: a variable is missing, or the others cannot be reached within five minutes.
     """
     environ = os.environ if environ is None else environ
+    # The address alone may come from a launcher whose other facts JAX finds by itself.
     of_plain = any(environ.get(name) for name in _PLAIN[1:])
     # sbatch and salloc set SLURM_NTASKS too, outside of any step.
-    # And the address alone may come from a launcher whose other facts JAX finds by itself.
     in_slurm_step = "SLURM_STEP_NODELIST" in environ and environ.get("SLURM_NTASKS", "1") != "1"
     on_tpu_slice = "," in environ.get("TPU_WORKER_HOSTNAMES", "")
     if not (of_plain or detect or in_slurm_step or on_tpu_slice):
         return
+    plain: dict[str, Any] = {}
     try:
-        plain = _plain_arguments(environ) if of_plain else {}
+        if of_plain:
+            if missing := [name for name in _PLAIN if not environ.get(name)]:
+                raise ValueError(f"no {' and no '.join(missing)}")
+            address, count, index = (environ[name] for name in _PLAIN)
+            plain = {"coordinator_address": address}
+            plain |= {"num_processes": int(count), "process_id": int(index)}
         jax.distributed.initialize(**plain, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     except Exception as error:  # what its detectors make of odd variables is of every kind
         raise RunError(
@@ -61,13 +62,6 @@ def connect(environ: Mapping[str, str] | None = None, *, detect: bool = False) -
             f"{str(error) or type(error).__name__}; start every one of them, or set "
             f"{', '.join(_PLAIN)}"
         ) from error
-
-
-def _plain_arguments(environ: Mapping[str, str]) -> dict[str, Any]:
-    if missing := [name for name in _PLAIN if not environ.get(name)]:
-        raise ValueError(f"no {' and no '.join(missing)}")
-    address, count, index = (environ[name] for name in _PLAIN)
-    return {"coordinator_address": address, "num_processes": int(count), "process_id": int(index)}
 
 
 @contextlib.contextmanager
@@ -118,8 +112,7 @@ class StopVote:
     """Lets every process stop at the same step, whichever of them was signalled.
 
     Votes are summed up on the devices without waiting: the outcome of one step's votes is read
-    after the next step is under way, so that all processes read the same outcome at the same step.
-    One process alone need not vote.
+    after the next step is under way, by all processes at the same step. One alone need not vote.
 
     Example:
       >>> vote = StopVote(sharding.make_mesh({"data": -1, "fsdp": 1, "tensor": 1}))
@@ -142,18 +135,3 @@ class StopVote:
         votes = jax.make_array_from_callback(self._shape, self._sharding, lambda _: own)
         outcome, self._pending = self._pending, self._largest(votes)
         return signal.Signals(int(outcome)) if outcome is not None and int(outcome) else None
-
-
-def fetch(tree: Any, mesh: Mesh) -> Any:
-    """Returns global arrays as NumPy arrays; all processes must call it, as each holds a part."""
-    return jax.tree.map(np.asarray, replicate(tree, mesh))
-
-
-def replicate(tree: Any, mesh: Mesh) -> Any:
-    """Returns global arrays, or numbers that all processes have alike, whole on every device."""
-    return _replicate_on(mesh)(tree)
-
-
-@functools.lru_cache
-def _replicate_on(mesh: Mesh) -> Callable[[Any], Any]:
-    return jax.jit(lambda tree: tree, out_shardings=sharding.replicated(mesh))

@@ -1,7 +1,6 @@
 """From a configuration to everything a run needs: its user's mistakes are found before compute."""
 
 import copy
-import dataclasses
 import functools
 import math
 import operator
@@ -15,105 +14,21 @@ import numpy as np
 from absl import logging
 from flax import nnx
 from jax.sharding import Mesh
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from adder_flax import data, interop
-from adder_flax.errors import RunError, first_line, user_errors
+from adder_flax.errors import RunError, user_errors
 from adder_flax.experiment import as_config
 from adder_flax.settings import ClassificationSettings, DataSettings, RunSettings, defaults, read
 from adder_flax.tasks import TASKS, Task
 from adder_flax.training import sharding
 from adder_flax.training.checkpoints import SavedCheckpoints
-from adder_flax.training.fingerprint import fingerprint
-from adder_flax.training.initialization import params_by_path
-from adder_flax.training.processes import fetch, replicate
-from adder_flax.training.program import Program, program_of, shape_and_numbers
-from adder_flax.training.skeleton import Skeleton, joined, take_apart
-from adder_flax.training.step import Hyper, Parts, State, evaluation_params
-from adder_flax.training.workdir import read_config
+from adder_flax.training.program import Run, params_by_path, program_of, shape_and_numbers
+from adder_flax.training.step import Skeleton, evaluation_params, joined, take_apart
+from adder_flax.training.workdir import fingerprint, read_config, saved_steps
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 Teacher = tuple[Skeleton, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A checked configuration and what was built from it. Nothing large is allocated yet.
-
-    Attributes:
-      config: the configuration.
-      settings: what it says, checked and typed.
-      train_source, eval_source: the two splits of the data.
-      program: compiled functions, shared by all runs that differ in numbers alone.
-      numbers: in which this run differs from the others of its program, as the host knows them.
-      init: makes the train state before the first step, on the mesh.
-      train_step: of the program; it gives the memory of the old state away.
-      steps_per_epoch, num_steps: of training.
-    """
-
-    config: Any
-    settings: RunSettings
-    train_source: data.Source
-    eval_source: data.Source
-    program: Program
-    numbers: Hyper
-    init: Callable[[], State]
-    train_step: Callable
-    steps_per_epoch: int
-    num_steps: int
-
-    @property
-    def mesh(self) -> Mesh:
-        """Devices of the run."""
-        return self.program.shape.mesh
-
-    @property
-    def abstract_state(self) -> State:
-        """Shapes and shardings of the train state."""
-        return self.program.abstract_state
-
-    @functools.cached_property
-    def hyper(self) -> Hyper:
-        """The numbers of the run on its devices: the third argument of the training step."""
-        return replicate(self.numbers, self.mesh)
-
-    @property
-    def abstract_hyper(self) -> Hyper:
-        """Shapes and shardings of ``hyper``, for devices that need not be there."""
-        placed = sharding.replicated(self.mesh)
-
-        def shape(number: ArrayLike) -> jax.ShapeDtypeStruct:
-            aval = jax.typeof(number)
-            return jax.ShapeDtypeStruct(
-                aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=placed
-            )
-
-        return jax.tree.map(shape, self.numbers)
-
-    @functools.cached_property
-    def task(self) -> Task:
-        """What is learned, at the run's own numbers."""
-        return self.program.task(self.numbers)
-
-    @functools.cached_property
-    def parts(self) -> Parts:
-        """What its training step is made of, at the run's own numbers."""
-        return self.program.parts(self.numbers)
-
-    def batches(self, rows: Sequence[int] | np.ndarray | None = None) -> data.TrainPipeline:
-        """Returns what the run trains on: given rows of each global batch, or all of them."""
-        return data.TrainPipeline(
-            self.train_source,
-            self.config.batch_size,
-            self.config.seed,
-            rows=rows,
-            repeats=self.settings.data.repeats,
-        )
-
-    def model(self, params: Any) -> nnx.Module:
-        """Returns the model, as evaluation has it, with what :func:`evaluation_params` returns."""
-        return self.program.skeleton.merge(params)
 
 
 def build_run(
@@ -134,12 +49,10 @@ def build_run(
         alone.
       load: of a split of the data; ``data.load_or_imitate`` lets random images of the same shape
         stand in for a set that is not here.
-      eval_split: what is evaluated on: a split's own name, or ``eval`` for the one that the
-        configuration says.
-      eval_data: name of another data set to evaluate on, with the same classes; by default that of
-        the configuration.
+      eval_split: what is evaluated on: a split's own name, or ``eval`` for the configuration's.
+      eval_data: name of another data set to evaluate on, with the same classes.
       eval_labels: file with all right labels of each image that is evaluated on, see
-        `adder_flax.data.with_label_sets`; "" for the set's own labels alone.
+        `adder_flax.data.with_label_sets`.
       teach: whether a task that learns from a teacher is given it; nothing but training needs it.
 
     Raises:
@@ -183,183 +96,6 @@ def build_run(
     return run
 
 
-def with_statistics(config: Any, workdir: str | Path) -> Any:
-    """Returns a configuration that says how images are normalised for the weights it begins with.
-
-    By what the file of ``config.init_from`` or its neighbours say, unless ``config.data.mean`` says
-    it already; once there is a checkpoint, by what the run began with.
-    """
-    if not config.init_from or config.data.mean:
-        return config
-    if SavedCheckpoints(Path(workdir) / "checkpoints").steps:
-        begun = read_config(workdir).data
-        mean, std = begun.mean, begun.std
-    else:
-        with user_errors():
-            statistics = interop.read_statistics(config.init_from) or ((), ())
-        mean, std = (",".join(map(repr, numbers)) for numbers in statistics)
-    fields = config.to_dict()
-    fields["data"] |= {"mean": mean, "std": std}
-    return as_config(fields)
-
-
-def _normalized(source: data.Source, settings: DataSettings) -> data.Source:
-    if not settings.mean:
-        return source
-    source = copy.copy(data.require_kind(data.ImageSource, source, "config.data.mean"))
-    source.statistics = settings.mean, settings.std
-    return source
-
-
-def _load_teacher(settings: RunSettings, source: data.Source) -> Teacher | None:
-    """The frozen model that the task asks for, taken apart."""
-    place = TASKS.get(settings.task.name).teacher_of(settings.task)
-    if not place:
-        return None
-    place = place.replace("{seed}", str(settings.seed))
-    if not Path(place).exists():
-        raise RunError(
-            "expected the directory of a run or a file of weights for config.task.teacher, got "
-            f"nothing at {place}; train it first, or set --config.task.teacher"
-        )
-    if Path(place).is_dir():
-        return _teacher_of_run(settings, place, source)
-    images = data.require_kind(data.ImageSource, source, "config.task.teacher")
-    model, statistics = interop.read_model(
-        place, image_shape=images.image_shape, num_classes=images.num_classes
-    )
-    return _teacher(model, statistics, _statistics(_normalized(images, settings.data)))
-
-
-def _statistics(source: data.Source) -> Statistics | None:
-    return data.channel_statistics(source) if isinstance(source, data.ImageSource) else None
-
-
-def _teacher(model: nnx.Module, wanted: Statistics | None, given: Statistics | None) -> Teacher:
-    """Returns a model as a teacher of images that are normalised as given, not as it wants them."""
-    if wanted is None or given is None or np.allclose(wanted, given, atol=1e-3):
-        return take_apart(model)
-    return take_apart(Renormalized(model, given, wanted))
-
-
-class Renormalized(nnx.Module):
-    """A model whose images are normalised by other numbers than those it is called with.
-
-    >>> first_pixel = lambda images: images[:, 0, 0]
-    >>> anew = Renormalized(first_pixel, ((0.5,), (0.25,)), ((0.0,), (1.0,)))
-    >>> float(anew(jnp.ones((1, 1, 1, 1)))[0, 0])
-    0.75
-    """
-
-    def __init__(self, model: Callable[[Array], Array], given: Statistics, wanted: Statistics):
-        self.model = model
-        self.given, self.wanted = (tuple(map(tuple, numbers)) for numbers in (given, wanted))
-
-    def __call__(
-        self, images: Float[Array, "batch height width channels"]
-    ) -> Float[Array, "batch classes"]:
-        """Normalises images anew and classifies them."""
-        (mean, std), (wanted_mean, wanted_std) = (
-            (jnp.array(x) for x in pair) for pair in (self.given, self.wanted)
-        )
-        return self.model((images * std + mean - wanted_mean) / wanted_std)
-
-
-def _teacher_of_run(settings: RunSettings, workdir: str, source: data.Source) -> Teacher:
-    """The model of a run's last checkpoint, which saw images of the same size."""
-    trained = read_config(workdir)
-    fields = trained.to_dict()
-    if fields["data"]["image_size"] != settings.data.image_size:
-        raise RunError(
-            f"expected a teacher for images of {settings.data.image_size} pixels, got the run in "
-            f"{workdir}, which saw {fields['data']['image_size']}; set --config.task.teacher, or "
-            "--config.data.image_size"
-        )
-    # Its state alone is wanted: what it learned from does not matter, nor how its batches
-    # lay on devices.
-    fields |= {
-        "task": defaults(ClassificationSettings),
-        "mesh": vars(settings.mesh),
-        "accumulation_steps": 1,
-        "batch_size": settings.batch_size,
-    }
-    seen = copy.copy(source)
-    if isinstance(seen, data.ImageSource) and trained.data.name != settings.data.name:
-        seen.statistics = _learned_statistics(trained)
-    run = build_run(as_config(fields), load=lambda *_, **__: seen)
-    saved = SavedCheckpoints(Path(workdir) / "checkpoints", of=fingerprint(trained))
-    variables = fetch(evaluation_params(saved.restore(run.abstract_state)), run.mesh)
-    wanted, given = map(_statistics, (run.train_source, _normalized(source, settings.data)))
-    return _teacher(run.model(variables), wanted, given)
-
-
-def _learned_statistics(trained: Any) -> Statistics:
-    """Of a set that does not say how its images are normalised, which is measured, that set."""
-    declared = data.describe(trained.data.name).statistics
-    if declared is not None:
-        return declared
-    settings = read(RunSettings, trained)
-    with user_errors():
-        own = load_split(data.load_source, settings, settings.data.name, settings.data.train_split)
-    return data.channel_statistics(data.require_kind(data.ImageSource, own, "config.task.teacher"))
-
-
-def _initial_variables(run: Run) -> Any:
-    program, numbers = run.program, run.numbers
-    if run.settings.init == "path":
-        build = functools.partial(program.build_model, numbers)
-        variables = params_by_path(build, int(numbers["seed"]))
-    else:  # eager: one jitted initialisation of all parameters compiles for longer than it saves
-        _, variables = take_apart(program.build_model(numbers))
-    variables = _put(program, variables)
-    if type(run.task).initial is Task.initial:
-        return variables
-    with user_errors():
-        model = run.task.initial(run.model(fetch(variables, run.mesh)), run.train_source)
-    return _put(program, take_apart(model)[1])
-
-
-def _put(program: Program, variables: Any) -> Any:
-    state = program.abstract_state
-    abstract = joined(state["params"], state.get("model_state"))
-    return jax.device_put(variables, jax.tree.map(operator.attrgetter("sharding"), abstract))
-
-
-def abstract_batch(run: Run) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes and shardings of a training batch."""
-    place = functools.partial(sharding.placed_shape, placed=sharding.batch_sharding(run.mesh))
-    return jax.tree.map(place, run.program.batch(run.settings.batch_size))
-
-
-def trace(run: Run) -> jax.stages.Traced:
-    """Traces the training step as its first call would, which finds what was traced."""
-    try:
-        with jax.set_mesh(run.mesh):
-            return run.train_step.trace(run.abstract_state, abstract_batch(run), run.abstract_hyper)
-    except RunError:
-        raise
-    except Exception as error:
-        if isinstance(error, ValueError) and str(error).startswith("expected"):
-            raise RunError(str(error)) from error
-        raise RunError(
-            f"expected a training step that can be traced, got {type(error).__name__}: "
-            f"{first_line(error)}; correct --config.model.* and --config.optimizer.*, or see the "
-            "traceback with --verbosity=1"
-        ) from error
-
-
-def _count_steps(settings: RunSettings, source: data.Source) -> tuple[int, int]:
-    if len(source) < settings.batch_size:
-        raise RunError(
-            f"expected config.batch_size of at most {len(source)} training "
-            f"{TASKS.get(settings.task.name).unit}, got {settings.batch_size}; set "
-            "--config.batch_size"
-        )
-    steps_per_epoch = len(source) // settings.batch_size
-    # 1.1 epochs of 10 steps are 11 steps, though 1.1 × 10 is a little more in floating point.
-    return steps_per_epoch, max(1, math.ceil(round(settings.num_epochs * steps_per_epoch, 6)))
-
-
 def load_split(
     load: Callable[..., data.Source], settings: RunSettings, name: str, split: str
 ) -> data.Source:
@@ -373,6 +109,56 @@ def load_split(
         on_unreadable=settings.data.on_unreadable,
         **TASKS.get(settings.task.name).source_options(settings.task),
     )
+
+
+def with_statistics(config: Any, workdir: str | Path) -> Any:
+    """Returns a configuration that says how images are normalised for the weights it begins with.
+
+    By what the file of ``config.init_from`` or its neighbours say, unless ``config.data.mean`` says
+    it already; once there is a checkpoint, by what the run began with.
+    """
+    if not config.init_from or config.data.mean:
+        return config
+    if saved_steps(Path(workdir) / "checkpoints"):
+        begun = read_config(workdir).data
+        mean, std = begun.mean, begun.std
+    else:
+        with user_errors():
+            statistics = interop.read_statistics(config.init_from) or ((), ())
+        mean, std = (",".join(map(repr, numbers)) for numbers in statistics)
+    fields = config.to_dict()
+    fields["data"] |= {"mean": mean, "std": std}
+    return as_config(fields)
+
+
+def _initial_variables(run: Run) -> Any:
+    program, numbers = run.program, run.numbers
+    if run.settings.init == "path":
+        build = functools.partial(program.build_model, numbers)
+        variables = params_by_path(build, int(numbers["seed"]))
+    else:  # eager: one jitted initialisation of all parameters compiles for longer than it saves
+        _, variables = take_apart(program.build_model(numbers))
+    state = program.abstract_state
+    abstract = joined(state["params"], state.get("model_state"))
+    placed = jax.tree.map(operator.attrgetter("sharding"), abstract)
+    variables = jax.device_put(variables, placed)
+    if type(run.task).initial is Task.initial:
+        return variables
+    with user_errors():
+        model = run.task.initial(run.model(sharding.fetch(variables, run.mesh)), run.train_source)
+    return jax.device_put(take_apart(model)[1], placed)
+
+
+def _count_steps(settings: RunSettings, source: data.Source) -> tuple[int, int]:
+    if len(source) < settings.batch_size:
+        raise RunError(
+            f"expected config.batch_size of at most {len(source)} training "
+            f"{TASKS.get(settings.task.name).unit}, got {settings.batch_size}; set "
+            "--config.batch_size"
+        )
+    steps_per_epoch = len(source) // settings.batch_size
+    # 1.1 epochs of 10 steps are 11 steps, though 1.1 × 10 is a little more in floating point.
+    return steps_per_epoch, max(1, math.ceil(round(settings.num_epochs * steps_per_epoch, 6)))
 
 
 def _check_classes(trained: data.Source, other: data.Source) -> None:
@@ -397,8 +183,105 @@ def _check_batches(settings: RunSettings, mesh: Mesh) -> None:
     section = settings.optimizer.second_order
     stride = section.curvature_stride or 1 if section else 1
     if settings.batch_size % (parts * stride):
+        field = f"config.optimizer.{settings.optimizer.name}.curvature_stride"
         raise RunError(
             f"expected config.batch_size = {settings.batch_size} divisible by {parts} parts × "
-            f"config.optimizer.{settings.optimizer.name}.curvature_stride, got {stride}; set "
-            f"--config.optimizer.{settings.optimizer.name}.curvature_stride"
+            f"{field}, got {stride}; set --{field}"
         )
+
+
+def _load_teacher(settings: RunSettings, source: data.Source) -> Teacher | None:
+    """The frozen model that the task asks for, taken apart."""
+    place = TASKS.get(settings.task.name).teacher_of(settings.task)
+    if not place:
+        return None
+    place = place.replace("{seed}", str(settings.seed))
+    if not Path(place).exists():
+        raise RunError(
+            "expected the directory of a run or a file of weights for config.task.teacher, got "
+            f"nothing at {place}; train it first, or set --config.task.teacher"
+        )
+    if Path(place).is_dir():
+        model, wanted = _model_of_run(settings, place, source)
+    else:
+        images = data.require_kind(data.ImageSource, source, "config.task.teacher")
+        model, wanted = interop.read_model(
+            place, image_shape=images.image_shape, num_classes=images.num_classes
+        )
+    given = _statistics(_normalized(source, settings.data))
+    if wanted is None or given is None or np.allclose(wanted, given, atol=1e-3):
+        return take_apart(model)
+    return take_apart(Renormalized(model, given, wanted))
+
+
+def _normalized(source: data.Source, settings: DataSettings) -> data.Source:
+    if not settings.mean:
+        return source
+    source = copy.copy(data.require_kind(data.ImageSource, source, "config.data.mean"))
+    source.statistics = settings.mean, settings.std
+    return source
+
+
+def _statistics(source: data.Source) -> Statistics | None:
+    return data.channel_statistics(source) if isinstance(source, data.ImageSource) else None
+
+
+class Renormalized(nnx.Module):
+    """A model whose images are normalised by other numbers than those it is called with.
+
+    >>> first_pixel = lambda images: images[:, 0, 0]
+    >>> anew = Renormalized(first_pixel, ((0.5,), (0.25,)), ((0.0,), (1.0,)))
+    >>> float(anew(jnp.ones((1, 1, 1, 1)))[0, 0])
+    0.75
+    """
+
+    def __init__(self, model: Callable[[Array], Array], given: Statistics, wanted: Statistics):
+        self.model = model
+        self.given, self.wanted = (tuple(map(tuple, numbers)) for numbers in (given, wanted))
+
+    def __call__(
+        self, images: Float[Array, "batch height width channels"]
+    ) -> Float[Array, "batch classes"]:
+        """Normalises images anew and classifies them."""
+        mean, std, wanted_mean, wanted_std = map(jnp.array, (*self.given, *self.wanted))
+        return self.model((images * std + mean - wanted_mean) / wanted_std)
+
+
+def _model_of_run(
+    settings: RunSettings, workdir: str, source: data.Source
+) -> tuple[nnx.Module, Statistics | None]:
+    """The model of a run's last checkpoint, which saw images of the same size."""
+    trained = read_config(workdir)
+    fields = trained.to_dict()
+    if fields["data"]["image_size"] != settings.data.image_size:
+        raise RunError(
+            f"expected a teacher for images of {settings.data.image_size} pixels, got the run in "
+            f"{workdir}, which saw {fields['data']['image_size']}; set --config.task.teacher, or "
+            "--config.data.image_size"
+        )
+    # Its state alone is wanted: what it learned from does not matter, nor how its batches
+    # lay on devices.
+    fields |= {
+        "task": defaults(ClassificationSettings),
+        "mesh": vars(settings.mesh),
+        "accumulation_steps": 1,
+        "batch_size": settings.batch_size,
+    }
+    seen = copy.copy(source)
+    if isinstance(seen, data.ImageSource) and trained.data.name != settings.data.name:
+        seen.statistics = _learned_statistics(trained)
+    run = build_run(as_config(fields), load=lambda *_, **__: seen)
+    saved = SavedCheckpoints(Path(workdir) / "checkpoints", of=fingerprint(trained))
+    variables = sharding.fetch(evaluation_params(saved.restore(run.abstract_state)), run.mesh)
+    return run.model(variables), _statistics(run.train_source)
+
+
+def _learned_statistics(trained: Any) -> Statistics:
+    """Of a set that does not say how its images are normalised, which is measured, that set."""
+    declared = data.describe(trained.data.name).statistics
+    if declared is not None:
+        return declared
+    settings = read(RunSettings, trained)
+    with user_errors():
+        own = load_split(data.load_source, settings, settings.data.name, settings.data.train_split)
+    return data.channel_statistics(data.require_kind(data.ImageSource, own, "config.task.teacher"))

@@ -4,12 +4,12 @@ The mesh has three axes: ``data`` (batch only), ``fsdp`` (batch and parameters) 
 (heads and MLP columns).
 """
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -18,18 +18,16 @@ from jaxtyping import Array, Int
 from adder_flax.errors import RunError, first_line
 from adder_flax.parameters import Facts
 
-MESH_AXES = ("data", "fsdp", "tensor")
-BATCH_AXES = ("data", "fsdp")
+_MESH_AXES = ("data", "fsdp", "tensor")
+_BATCH_AXES = ("data", "fsdp")
 
-# What belongs to no parameter and has fewer numbers is not split: to gather it would take
-# longer than it saves.
+# What belongs to no parameter and has fewer numbers is not split: to gather it would take longer
+# than it saves.
 _SMALLEST_SPLIT = 2**14
 
-# Columns of query, key, value and fc1 belong to a head or a hidden unit; rows of out and
-# fc2 consume them.
-LOGICAL_AXES: Mapping[str, str] = {"heads": "tensor", "hidden": "tensor"}
-"""Which axis of the mesh splits an axis that a layer named, see
-:func:`adder_flax.parameters.name_axis`."""
+# Axes that a layer names, see adder_flax.parameters.name_axis: columns of query, key, value and fc1
+# belong to a head or a hidden unit, rows of out and fc2 consume them.
+_OVER_TENSOR = ("heads", "hidden")
 
 
 def devices_at_hand() -> list[jax.Device]:
@@ -56,8 +54,8 @@ def make_mesh(axis_sizes: Mapping[str, int], devices: Sequence[jax.Device] | Non
       ('data', 'fsdp', 'tensor')
     """
     devices = list(devices if devices is not None else devices_at_hand())
-    sizes = [int(axis_sizes[name]) for name in MESH_AXES]
-    given = dict(zip(MESH_AXES, sizes, strict=True))
+    sizes = [int(axis_sizes[name]) for name in _MESH_AXES]
+    given = dict(zip(_MESH_AXES, sizes, strict=True))
     if -1 in sizes:
         known = math.prod(size for size in sizes if size != -1)
         sizes[sizes.index(-1)] = max(len(devices) // known, 1)
@@ -66,22 +64,21 @@ def make_mesh(axis_sizes: Mapping[str, int], devices: Sequence[jax.Device] | Non
             f"expected mesh sizes that multiply to {len(devices)} devices, got {given}; "
             "set one of --config.mesh.{data,fsdp,tensor} to -1 to take what the others leave"
         )
-    return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    return jax.make_mesh(sizes, _MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
-def parameter_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh, facts: Facts) -> P:
-    """Returns how a parameter, or a moment of one, is split over the mesh.
+def _parameter_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh, facts: Facts) -> P:
+    """How a parameter, or a moment of one, is split over the mesh.
 
-    Axes that its facts name are split by :data:`LOGICAL_AXES`, and the longest of the others over
-    ``fsdp``. What the mesh does not divide into whole parts stays whole, so every shape is valid on
-    every mesh.
+    Axes that its facts name are split over ``tensor``, the longest of the others over ``fsdp``.
+    What the mesh does not divide into whole parts stays whole: every shape is valid on every mesh.
     """
     spec: list[str | None] = [None] * len(shape)
+    tensor = mesh.shape["tensor"]
     for i, axis in enumerate(facts.axes):
-        on_mesh = LOGICAL_AXES.get(axis.name) if axis else None
         # JAX refuses kernels on axes that are split unevenly (IndivisibleError).
-        if axis and on_mesh and mesh.shape[on_mesh] > 1 and axis.parts % mesh.shape[on_mesh] == 0:
-            spec[i] = on_mesh
+        if axis and axis.name in _OVER_TENSOR and tensor > 1 and axis.parts % tensor == 0:
+            spec[i] = "tensor"
     free = [i for i in range(len(shape)) if spec[i] is None and shape[i] % mesh.shape["fsdp"] == 0]
     if free and mesh.shape["fsdp"] > 1:
         spec[max(free, key=lambda i: shape[i])] = "fsdp"
@@ -93,14 +90,19 @@ def _free_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P:
     parts = num_batch_shards(mesh)
     divided = [i for i, size in enumerate(shape) if size % parts == 0]
     if parts == 1 or not divided or math.prod(shape) < _SMALLEST_SPLIT:
-        return parameter_spec(shape, mesh, Facts())
+        return _parameter_spec(shape, mesh, Facts())
     longest = max(divided, key=lambda i: shape[i])
-    return P(*(BATCH_AXES if i == longest else None for i in range(len(shape))))
+    return P(*(_BATCH_AXES if i == longest else None for i in range(len(shape))))
 
 
 def tree_path(path: Sequence[Any]) -> str:
     """Returns a key path as ``blocks/0/attention/query/kernel``."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def leaves_by_path(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a tree by their `tree_path`."""
+    return {tree_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def state_sharding(abstract_state: Any, mesh: Mesh | AbstractMesh, facts: Any) -> Any:
@@ -109,21 +111,19 @@ def state_sharding(abstract_state: Any, mesh: Mesh | AbstractMesh, facts: Any) -
     Moments follow their parameter, whose facts are a tree like ``abstract_state["params"]``; what
     else the optimizer keeps lies over all devices.
     """
-    by_path = jax.tree_util.tree_leaves_with_path(facts)
-    shapes = jax.tree.map(jnp.shape, jax.tree.leaves(abstract_state["params"]))
-    known = {
-        (tree_path(path), shape): fact for (path, fact), shape in zip(by_path, shapes, strict=True)
-    }
+    params = jax.tree.leaves(abstract_state["params"])
+    of_params = zip(leaves_by_path(facts).items(), params, strict=True)
+    known = {(path, param.shape): fact for (path, fact), param in of_params}
 
     def place(path: Sequence[Any], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        # A moment stands in the optimizer's state under the path of its parameter, and
-        # has its shape.
+        # A moment stands in the optimizer's state under the path of its parameter, and has its
+        # shape.
         parts = tree_path(path).split("/")
         ends = (("/".join(parts[i:]), leaf.shape) for i in range(len(parts)))
         own = next((known[end] for end in ends if end in known), None)
         if own is None:
             return NamedSharding(mesh, _free_spec(leaf.shape, mesh))
-        return NamedSharding(mesh, parameter_spec(leaf.shape, mesh, own))
+        return NamedSharding(mesh, _parameter_spec(leaf.shape, mesh, own))
 
     return jax.tree_util.tree_map_with_path(place, abstract_state)
 
@@ -135,19 +135,18 @@ def placed_shape(leaf: jax.ShapeDtypeStruct | Array, placed: NamedSharding) -> j
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of a batch: its first axis over ``data`` and ``fsdp``."""
-    return NamedSharding(mesh, P(BATCH_AXES))
+    return NamedSharding(mesh, P(_BATCH_AXES))
 
 
 def num_batch_shards(mesh: Mesh | AbstractMesh) -> int:
     """Returns over how many devices the batch axis is split."""
-    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    return math.prod(mesh.shape[axis] for axis in _BATCH_AXES)
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> Int[np.ndarray, " rows"]:
     """Returns which rows of a global batch lie on this process's devices, in ascending order.
 
-    Together the processes hold every row, each row once unless ``tensor`` spans processes, whose
-    devices then share it.
+    Each row is of one process, unless ``tensor`` spans processes.
     """
     slices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
     return np.unique(np.concatenate([np.arange(batch_size)[rows] for rows in slices]))
@@ -161,3 +160,18 @@ def put_batch(batch: Any, mesh: Mesh) -> Any:
 def replicated(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of an array that every device holds whole."""
     return NamedSharding(mesh, P())
+
+
+def fetch(tree: Any, mesh: Mesh) -> Any:
+    """Returns global arrays as NumPy arrays; all processes must call it, as each holds a part."""
+    return jax.tree.map(np.asarray, replicate(tree, mesh))
+
+
+def replicate(tree: Any, mesh: Mesh) -> Any:
+    """Returns global arrays, or numbers that all processes have alike, whole on every device."""
+    return _replicate_on(mesh)(tree)
+
+
+@functools.lru_cache
+def _replicate_on(mesh: Mesh) -> Callable[[Any], Any]:
+    return jax.jit(lambda tree: tree, out_shardings=replicated(mesh))

@@ -9,6 +9,7 @@ traced.
 """
 
 import operator
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
 
 import kfac
@@ -24,14 +26,14 @@ from adder_flax.errors import RunError
 from adder_flax.settings import is_on
 from adder_flax.tasks import Outcome, Task
 from adder_flax.training.optimizers import AdamState, CurvatureOptimizer
-from adder_flax.training.skeleton import Skeleton, joined
 
 State = dict[str, Any]
 Batch = Mapping[str, AnyArray]
 Metrics = dict[str, Any]
 Hyper = Mapping[str, Any]
 
-_SAMPLING = 1 << 20  # dropout layers fold small numbers into the same key
+# Dropout layers fold small numbers into the same key.
+_SAMPLING, _STREAMS = 1 << 20, 1 << 21
 # States of optimizers that are as they were where a step was not sound.
 _GUARDED = (kfac.Averages, AdamState)
 
@@ -43,11 +45,9 @@ class Parts(NamedTuple):
       seed: of all that is random.
       examples: ``(key, batch) → examples``, a tree of arrays with the batch axis first.
       loss: ``(params, examples, key, model_state) → Outcome``, with dropout.
-      optimizer: an optax transformation that includes the learning rate; one that takes curvature
-        is given it.
+      optimizer: with the learning rate; one that takes curvature is given it.
       learning_rate: its schedule, a function of the step.
-      likelihood: what the loss averages the negative logarithm of, see
-        ``kfac.value_grad_and_curvature``.
+      likelihood: see ``kfac.value_grad_and_curvature``.
       ema_decay: decay of the running average of the parameters; 0 keeps none.
     """
 
@@ -88,59 +88,55 @@ def make_train_step(
         optimizer, params, extra = parts.optimizer, state["params"], {}
         curved = isinstance(optimizer, CurvatureOptimizer)
         augment_key, key = step_keys(parts.seed, state["step"])
-        examples = parts.examples(augment_key, batch)
-        of_batch = examples, key, accumulation_steps, state.get("model_state", {})
+        examples, carried = parts.examples(augment_key, batch), state.get("model_state", {})
+        microbatches = examples, key, carried, accumulation_steps
 
-        def loss_and_rest(params: Any, *part: Any) -> tuple[Array, tuple]:
+        def loss_and_outcome(params: Any, *part: Any) -> tuple[Array, Outcome]:
             outcome = parts.loss(params, *part)
-            rest = dict(outcome.metrics), outcome.weights, outcome.model_state
-            return outcome.loss, (outcome.outputs, *rest)
+            return outcome.loss, outcome._replace(loss=None)
 
         # The gradient: a mean over microbatches.
-        def gradient(*part: Any) -> _Means:
-            differentiate = jax.value_and_grad(loss_and_rest, has_aux=True)
-            (loss, (_, metrics, weights, new)), grads = differentiate(params, *part)
-            return _Means.over((loss, metrics, grads), weights, new)
+        def gradient(*part: Any) -> tuple[Any, Outcome]:
+            differentiate = jax.value_and_grad(loss_and_outcome, has_aux=True)
+            (loss, outcome), grads = differentiate(params, *part)
+            return (loss, outcome.metrics, grads), outcome
 
-        def gradient_and_curvature(examples: Any, key: Array, model_state: Any) -> _Means:
+        def gradient_and_curvature(examples: Any, key: Array, carried: Any) -> tuple[Any, Outcome]:
             differentiate = kfac.value_grad_and_curvature(
-                lambda *args: loss_and_rest(*args, model_state), **_fisher(parts)
+                lambda *args: loss_and_outcome(*args, carried), **_fisher(parts)
             )
-            (loss, (_, metrics, weights, new)), grads, curvature = differentiate(
+            (loss, outcome), grads, curvature = differentiate(
                 *(params, examples, key), key=jax.random.fold_in(key, _SAMPLING)
             )
-            value_fn = lambda params: parts.loss(params, examples, key, model_state).loss
+            value_fn = lambda params: parts.loss(params, examples, key, carried).loss
             extra.update(curvature=curvature, value=loss, value_fn=value_fn)
-            return _Means.over((loss, metrics, grads), weights, new)
+            return (loss, outcome.metrics, grads), outcome
 
         # Curvature of all examples at every step comes in the pass of the gradient, that of the
         # first microbatch: it has to be held at once. Where most steps renew nothing, a branch that
         # may pull back through that pass would have all of them keep what it needs: a sample then
         # has a pass of its own.
         together = curved and optimizer.stride == 1 and optimizer.interval == 1
-        first = gradient_and_curvature if together else None
-        (loss, metrics, grads), model_state = _mean(gradient, *of_batch, first)
+        first = gradient_and_curvature if together else gradient
+        (loss, metrics, grads), model_state = _mean(gradient, *microbatches, first)
         if not together:
 
-            def value_fn(params: Any) -> Array:
-                def value(*part: Any) -> _Means:
-                    loss, (_, _, weights, new) = loss_and_rest(params, *part)
-                    return _Means.over(loss, weights, new)
+            def value(params: Any) -> Array:
+                return _mean(lambda *part: loss_and_outcome(params, *part), *microbatches)[0]
 
-                return _mean(value, *of_batch)[0]
-
-            extra.update(value=loss, value_fn=value_fn)
+            extra.update(value=loss, value_fn=value)
         if not curved:
             extra["grad"] = grads
         elif not together:
             sample = _first(_microbatches(examples, accumulation_steps * optimizer.stride))
             sampling_key, dropout_key = jax.random.split(jax.random.fold_in(key, _SAMPLING))
             of_sample = kfac.curvature(
-                lambda *args: loss_and_rest(*args, of_batch[-1]), **_fisher(parts)
+                lambda *args: loss_and_outcome(*args, carried), **_fisher(parts)
             )
-            refresh = optimizer.refresh(state["opt_state"])
             extra["curvature"] = of_sample(
-                *(params, sample, dropout_key), key=sampling_key, refresh=refresh
+                *(params, sample, dropout_key),
+                key=sampling_key,
+                refresh=optimizer.refresh(state["opt_state"]),
             )
 
         # The update. What knows of steps that are not sound keeps its state as it forms it: to
@@ -150,18 +146,15 @@ def make_train_step(
         sound = finite if skip_non_finite else finite & (state["skipped"] == 0)
         is_guarded = lambda node: isinstance(node, _GUARDED)
         old, structure = jax.tree.flatten(state["opt_state"], is_leaf=is_guarded)
-        guarded = [*map(is_guarded, old)]
         # A line search hands on to the loss what it does not know.
-        if curved or any(guarded):
+        if curved or any(map(is_guarded, old)):
             extra["sound"] = sound
         if not curved:
             optimizer = optax.with_extra_args_support(optimizer)
         updates, opt_state = optimizer.update(grads, state["opt_state"], params, **extra)
         chosen = [
-            after if guards else optax.tree.where(sound, after, before)
-            for guards, after, before in zip(
-                guarded, structure.flatten_up_to(opt_state), old, strict=True
-            )
+            after if is_guarded(before) else optax.tree.where(sound, after, before)
+            for after, before in zip(structure.flatten_up_to(opt_state), old, strict=True)
         ]
 
         new = {"params": optax.apply_updates(params, updates)}
@@ -171,9 +164,8 @@ def make_train_step(
         # its decay grows to its value.
         if is_on(parts.ema_decay):
             decay = jnp.minimum(parts.ema_decay, (1 + state["step"]) / (10 + state["step"]))
-            for name in ("params", "model_state"):
-                if name in new:
-                    new[f"ema_{name}"] = _moved(new[name], state[f"ema_{name}"], 1 - decay)
+            for name in tuple(new):
+                new[f"ema_{name}"] = _moved(new[name], state[f"ema_{name}"], 1 - decay)
         elif "ema_params" in state:
             averaged = _schedule_free_state(opt_state)
             new["ema_params"] = optax.contrib.schedule_free_eval_params(averaged, new["params"])
@@ -200,63 +192,49 @@ def step_keys(seed: int | Array, step: Array | int) -> tuple[Array, Array]:
     return augment_key, dropout_key
 
 
-class _Means(NamedTuple):
-    """What one microbatch gives: means, what they are over, and what the model carries after it.
-
-    Means over all examples have no weight: every microbatch has as many.
-    """
-
-    means: Any
-    weight: Array | None
-    model_state: Any
-
-    @classmethod
-    def over(cls, means: Any, weights: Array | tuple[Array, Any] | None, new: Any) -> "_Means":
-        """Means over what ``Outcome.weights`` says."""
-        if weights is None:
-            return cls(means, None, new)
-        weight = weights[1] if isinstance(weights, tuple) else weights.sum(dtype=jnp.float32)
-        return cls(means, jnp.asarray(weight, jnp.float32), new)
-
-    def weighted(self) -> tuple[Any, Array | None]:
-        if self.weight is None:
-            return self.means, None
-        return jax.tree.map(lambda x: x * self.weight, self.means), self.weight
-
-
 def _mean(
-    part: Callable[..., _Means],
+    part: Callable[..., tuple[Any, Outcome]],
     examples: Any,
     key: Array,
+    carried: Any,
     count: int,
-    model_state: Any,
-    first: Callable[..., _Means] | None = None,
+    first: Callable[..., tuple[Any, Outcome]] | None = None,
 ) -> tuple[Any, Any]:
     """Returns means over ``count`` microbatches, and what the model carries after the last.
 
     A microbatch counts for as much as what its means are over: positions that are real, say.
+    ``first`` stands for ``part`` at the first one.
     """
+    first = first or part
     if count == 1:
-        one = (first or part)(examples, key, model_state)
-        return one.means, one.model_state
+        means, outcome = first(examples, key, carried)
+        return means, outcome.model_state
+
+    def weighted(part: Callable, carried: Any, x: Any) -> tuple[Any, Any]:
+        means, outcome = part(*x, carried)
+        weights, new = outcome.weights, outcome.model_state
+        if weights is None:  # every microbatch has as many examples
+            return (means, None), new
+        weight = weights[1] if isinstance(weights, tuple) else weights.sum(dtype=jnp.float32)
+        weight = jnp.asarray(weight, jnp.float32)
+        return (jax.tree.map(lambda mean: mean * weight, means), weight), new
+
+    def body(total_and_carried: Any, x: Any) -> tuple[Any, None]:
+        total, carried = total_and_carried
+        one, carried = weighted(part, carried, x)
+        return (jax.tree.map(jnp.add, total, one), carried), None
+
     xs = _microbatches(examples, count), jax.random.split(key, count)
-
-    def body(total_and_state: Any, x: Any) -> tuple[Any, None]:
-        total, model_state = total_and_state
-        one = part(*x, model_state)
-        return (jax.tree.map(jnp.add, total, one.weighted()), one.model_state), None
-
-    if first is None:
+    if first is part:
         # Zeros to begin with, not the first microbatch: the scan then compiles one forward
         # and backward pass, and not two.
-        shapes = jax.eval_shape(lambda: part(*_first(xs), model_state).weighted())
+        shapes, _ = jax.eval_shape(lambda: weighted(part, carried, _first(xs)))
         total = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     else:
-        one = first(*_first(xs), model_state)
-        total, model_state = one.weighted(), one.model_state
+        total, carried = weighted(first, carried, _first(xs))
         xs = jax.tree.map(lambda x: x[1:], xs)
-    ((means, weight), model_state), _ = jax.lax.scan(body, (total, model_state), xs)
-    return jax.tree.map(lambda x: x / (count if weight is None else weight), means), model_state
+    ((means, weight), carried), _ = jax.lax.scan(body, (total, carried), xs)
+    return jax.tree.map(lambda x: x / (count if weight is None else weight), means), carried
 
 
 def _microbatches(batch: Any, count: int) -> Any:
@@ -270,28 +248,28 @@ def _first(microbatches: Any) -> Any:
 
 
 def _fisher(parts: Parts) -> dict[str, Any]:
-    options = dict(fisher=parts.optimizer.fisher, likelihood=parts.likelihood)
-    found = dict(outputs=operator.itemgetter(0), weights=operator.itemgetter(2))
-    return options | found | dict(has_aux=True)
+    return {
+        "fisher": parts.optimizer.fisher,
+        "likelihood": parts.likelihood,
+        "outputs": operator.attrgetter("outputs"),
+        "weights": operator.attrgetter("weights"),
+        "has_aux": True,
+    }
 
 
 def _moved(new: Any, average: Any, share: Array) -> Any:
     """Returns a running average moved towards new values; what does not average is new."""
-    return jax.tree.map(
-        lambda n, a: (
-            optax.incremental_update(n, a, share).astype(n.dtype)
-            if jnp.issubdtype(n.dtype, jnp.floating)
-            else n
-        ),
-        new,
-        average,
-    )
+
+    def move(new: Array, average: Array) -> Array:
+        if not jnp.issubdtype(new.dtype, jnp.floating):
+            return new
+        return optax.incremental_update(new, average, share).astype(new.dtype)
+
+    return jax.tree.map(move, new, average)
 
 
 def _schedule_free_state(opt_state: Any) -> optax.contrib.ScheduleFreeState | None:
-    def is_one(node: Any) -> bool:
-        return isinstance(node, optax.contrib.ScheduleFreeState)
-
+    is_one = lambda node: isinstance(node, optax.contrib.ScheduleFreeState)
     return next(filter(is_one, jax.tree.leaves(opt_state, is_leaf=is_one)), None)
 
 
@@ -327,7 +305,7 @@ def evaluation_params(state: State) -> Any:
 
 
 def make_loss_fn(
-    skeleton: Skeleton, task: Task, model_settings: Any = None, progress: float | Array = 1.0
+    skeleton: "Skeleton", task: Task, model_settings: Any = None, progress: float | Array = 1.0
 ) -> Callable[..., Outcome]:
     """Returns ``loss(params, examples, key, model_state) → Outcome`` of the model with dropout."""
 
@@ -344,11 +322,93 @@ def make_loss_fn(
 
 
 def make_eval_step(
-    skeleton: Skeleton, make_task: Callable[[Hyper], Task]
+    skeleton: "Skeleton", make_task: Callable[[Hyper], Task]
 ) -> Callable[[Any, Batch, Hyper], Metrics]:
     """Returns ``eval_step(params, batch, hyper) → sums`` over the real examples."""
+    return lambda params, batch, hyper: make_task(hyper).sums(skeleton.merge(params), batch)
 
-    def eval_step(params: Any, batch: Batch, hyper: Hyper) -> Metrics:
-        return make_task(hyper).sums(skeleton.merge(params), batch)
 
-    return eval_step
+Leaves = tuple[tuple[tuple, jax.ShapeDtypeStruct], ...]
+
+
+class Skeleton(NamedTuple):
+    """A model without its arrays; :func:`take_apart` makes it.
+
+    What it carries beside parameters, as BatchNorm's statistics, lies in the train state. Random
+    streams of its own, as those of ``nnx.Dropout(rngs=rngs)``, lie nowhere: each step gives them
+    keys that follow from its own.
+    """
+
+    graphdef: nnx.GraphDef
+    carried: Leaves = ()
+    streams: Leaves = ()
+
+    def merge(self, variables: Any, key: Array | None = None) -> nnx.Module:
+        """Returns the model with a nested dict of its parameters and of what it carries.
+
+        Where the latter is absent it has its shape there. A ``key`` of its random streams puts it
+        into training mode; None is evaluation.
+        """
+        if self.carried or self.streams:
+            flat = dict(self.carried) | self._keys(key) | flatten_dict(variables)
+            variables = unflatten_dict(flat)
+        model = nnx.merge(self.graphdef, variables)
+        model.eval() if key is None else model.train()
+        return model
+
+    def carried_by(self, model: nnx.Module) -> dict[str, Any]:
+        """What a model carries beside its parameters, as a nested dict."""
+        if not self.carried:
+            return {}
+        # Not all that is there: a call may have added what it recorded.
+        found: dict[Any, Any] = flatten_dict(nnx.to_pure_dict(nnx.state(model)))
+        return unflatten_dict({path: found[path].astype(s.dtype) for path, s in self.carried})
+
+    def separate(self, variables: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns the parameters among variables, and what is carried beside them."""
+        if not self.carried:
+            return variables, {}
+        params = flatten_dict(variables)
+        carried = {path: params.pop(path) for path, _ in self.carried}
+        return unflatten_dict(params), unflatten_dict(carried)
+
+    def _keys(self, key: Array | None) -> dict[tuple, Array]:
+        key = jax.random.fold_in(jax.random.key(0) if key is None else key, _STREAMS)
+
+        def first(path: tuple, leaf: jax.ShapeDtypeStruct) -> Array:
+            if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                return jnp.zeros(leaf.shape, leaf.dtype)  # how often it was asked
+            own = jax.random.fold_in(key, zlib.crc32("/".join(map(str, path)).encode()))
+            return jax.random.split(own, leaf.shape) if leaf.shape else own
+
+        return {path: first(path, leaf) for path, leaf in self.streams}
+
+
+def take_apart(
+    model: nnx.Module | tuple[nnx.GraphDef, nnx.State],
+) -> tuple[Skeleton, dict[str, Any]]:
+    """Returns a model's structure, and a nested dict of its parameters and of what it carries.
+
+    Args:
+      model: a module, or what ``nnx.split`` gives of it: out of ``jax.eval_shape`` the latter alone
+        knows arrays that are no variables, as ``nnx.WeightNorm`` has them.
+
+    Example:
+      >>> skeleton, variables = take_apart(nnx.BatchNorm(2, rngs=nnx.Rngs(0)))
+      >>> sorted(variables), [path for path, _ in skeleton.carried]
+      (['bias', 'mean', 'scale', 'var'], [('mean',), ('var',)])
+    """
+    graphdef, state = nnx.split(model) if isinstance(model, nnx.Module) else model
+    params, streams, carried = nnx.split_state(state, nnx.Param, nnx.RngState, ...)
+
+    def leaves(state: Any) -> Leaves:
+        flat: dict[Any, Any] = flatten_dict(nnx.to_pure_dict(state))
+        return tuple((path, jax.ShapeDtypeStruct(x.shape, x.dtype)) for path, x in flat.items())
+
+    skeleton = Skeleton(graphdef, leaves(carried), leaves(streams))
+    return skeleton, joined(nnx.to_pure_dict(params), nnx.to_pure_dict(carried))
+
+
+def joined(params: Any, carried: Any) -> Any:
+    """Returns one nested dict of parameters and of what is carried beside them."""
+    return unflatten_dict(flatten_dict(params) | flatten_dict(carried)) if carried else params

@@ -18,8 +18,8 @@ GIB = 2**30
 TPU_MEMORY_GIB = {"TPU v5 lite": 15.75, "TPU v5": 95.74, "TPU v6 lite": 31.25}
 """What programs can use of the memory of one device, as libtpu says where one does not fit."""
 
-# Without these, libtpu asks a metadata server which chips it runs on, complains that it
-# finds none, and lets no second process load it meanwhile, though no chip is touched.
+# Without these, libtpu asks a metadata server which chips it runs on, complains that it finds none,
+# and lets no second process load it meanwhile, though no chip is touched.
 _NO_CHIPS = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -43,8 +43,7 @@ class Gpu(NamedTuple):
     shared_bytes: int
 
 
-# From the specifications that XLA itself is tested with (openxla/xla,
-# xla/backends/gpu/target_config/specs).
+# From XLA's own specifications (openxla/xla, xla/backends/gpu/target_config/specs).
 GPUS = {
     "a100": Gpu(
         *("NVIDIA A100-SXM4-80GB", "sm_80", 108, 64, 1.41),
@@ -86,18 +85,14 @@ runtime_version {{ major: 12 minor: 8 }}
 device_description_str: "{gpu.device_kind}"
 """
 
-# JAX takes this share of a GPU's memory for programs (XLA_PYTHON_CLIENT_MEM_FRACTION).
-_SHARE_OF_PROGRAMS = 0.75
-
 
 def topology_devices(name: str) -> list[jax.Device]:
-    """Returns the devices of a topology.
+    """Returns the devices of a topology, to be asked for before anything else uses JAX.
 
     Args:
       name: ``"v5e:4x4"``, ``"v5p:2x2x2"`` or ``"v6e:4x4"`` and the like, a TPU slice; ``"h100:8"``,
         or ``"h100:2x8"`` on two hosts, GPUs of `GPUS`; ``"cpu:8"``, so many simulated devices; or
-        ``""``, the devices at hand. All but the last must be asked for before anything else uses
-        JAX.
+        ``""``, the devices at hand.
 
     Example:
       >>> topology_devices("v5e")
@@ -115,9 +110,16 @@ def topology_devices(name: str) -> list[jax.Device]:
     # Where JAX is in use already, its devices stay what they are.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_platforms", "cpu")
-    if platform == "cpu":
-        return _simulated(int(size))
-    return _gpus(name, counts) if platform in GPUS else _tpu_slice(name)
+        if platform == "cpu":
+            jax.config.update("jax_num_cpu_devices", int(size))
+    if platform != "cpu":
+        return _gpus(name, counts) if platform in GPUS else _tpu_slice(name)
+    devices = jax.devices("cpu")
+    if len(devices) < int(size):
+        raise RunError(
+            f"expected {size} simulated devices, got the {len(devices)} that JAX was started with"
+        )
+    return devices[: int(size)]
 
 
 def memory_bytes(device: jax.Device) -> int | None:
@@ -126,8 +128,8 @@ def memory_bytes(device: jax.Device) -> int | None:
         return int(TPU_MEMORY_GIB[device.device_kind] * GIB)
     sizes = {gpu.device_kind: gpu.memory_bytes for gpu in GPUS.values()}
     if device.platform == "gpu" and device.device_kind in sizes:
-        share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _SHARE_OF_PROGRAMS)
-        return int(sizes[device.device_kind] * float(share))
+        share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))  # JAX's default
+        return int(sizes[device.device_kind] * share)
     try:
         return (device.memory_stats() or {}).get("bytes_limit")
     except (RuntimeError, NotImplementedError):
@@ -149,17 +151,6 @@ def compiler_folder() -> Path | None:
     return next((folder for folder in folders if (folder / "ptxas").is_file()), None)
 
 
-def _simulated(count: int) -> list[jax.Device]:
-    with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", count)
-    devices = jax.devices("cpu")
-    if len(devices) < count:
-        raise RunError(
-            f"expected {count} simulated devices, got the {len(devices)} that JAX was started with"
-        )
-    return devices[:count]
-
-
 def _tpu_slice(name: str) -> list[jax.Device]:
     if importlib.util.find_spec("libtpu") is None:
         raise RunError(
@@ -175,11 +166,8 @@ def _tpu_slice(name: str) -> list[jax.Device]:
             f"expected a TPU topology that libtpu knows, as v5e:4x4, got {name!r}: "
             f"{first_line(error)}"
         ) from error
-    if devices[0].device_kind not in TPU_MEMORY_GIB:
-        raise RunError(
-            f"expected a slice of {', '.join(TPU_MEMORY_GIB)}, got {name!r}: "
-            f"{devices[0].device_kind}"
-        )
+    if (kind := devices[0].device_kind) not in TPU_MEMORY_GIB:
+        raise RunError(f"expected a slice of {', '.join(TPU_MEMORY_GIB)}, got {name!r}: {kind}")
     return devices
 
 
@@ -194,9 +182,8 @@ def _gpus(name: str, counts: list[str]) -> list[jax.Device]:
         features="feature_extension: ACCELERATED_FEATURES" if accelerated else "",
     )
     hosts, on_each = ["1", *counts][-2:]
-    topology = f"1x{hosts}x{on_each}"
     described = topologies.get_topology_desc(
-        platform="cuda", topology=topology, target_config=description
+        platform="cuda", topology=f"1x{hosts}x{on_each}", target_config=description
     )
     return list(described.devices)
 
@@ -217,8 +204,7 @@ def _require_gpu_compiler(name: str) -> None:
             f"jax-cuda12-pjrt=={version} nvidia-cuda-nvcc-cu12 nvidia-cuda-nvrtc-cu12 (Linux), or "
             "set --config.topology=cpu:8"
         )
-    # XLA takes the first assembler that it finds; another one may not know what it
-    # writes.
+    # XLA takes the first assembler that it finds; another one may not know what it writes.
     os.environ["PATH"] = os.pathsep.join([str(folder), os.environ.get("PATH", "")])
 
 

@@ -5,7 +5,7 @@ Q_L and Q_R now and then, and scale Q_Lᵀ G Q_R elementwise. They differ in wha
 in what the scale is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +17,7 @@ from jaxtyping import Array, Float, Int
 # of rows or columns, but no less and no more than these.
 _SMALLEST_CLAMP, _LARGEST_CLAMP = 10.0, 4000.0
 
-
-Pair = tuple[Array, Array]
-"""Of the rows and of the columns of a matrix, or of a stack of them."""
+Pair = tuple[Array, Array]  # of the rows and of the columns of a matrix, or of a stack of them
 
 
 class Whitening(NamedTuple):
@@ -40,7 +38,7 @@ class Whitening(NamedTuple):
 
 
 class WhiteningState(NamedTuple):
-    """State of both: steps that were done, and a :class:`Whitening` for each parameter."""
+    """Steps that were done, and a :class:`Whitening` for each parameter."""
 
     count: Int[Array, ""]
     matrices: Any
@@ -98,11 +96,10 @@ def scale_by_kl_shampoo(
     and then by a step of power iteration; the update is Q_L (Q_Lᵀ M Q_R / (√λ_L √λ_Rᵀ + ε)) Q_Rᵀ
     with M the running mean of the gradients. Nothing of the size of Adam's second moments is kept.
 
-    The authors begin all eigenvalues at 0.1 and keep them above 1 / side², which suits gradients of
-    that size; smaller ones take hundreds of steps to be seen, as 1 / (1 - b2) is long. Here the
-    eigenvalues begin at the first gradient's root mean square, so that their products are its
-    square, and stay above the largest of their side divided by side²: whatever scale the gradients
-    have, as long as their squares are numbers, the steps are the same.
+    The authors begin all eigenvalues at 0.1 and keep them above 1 / side². Here they begin at the
+    first gradient's root mean square, so that their products are its square, and stay above the
+    largest of their side divided by side²: whatever scale the gradients have, as long as their
+    squares are numbers, the steps are the same.
     """
 
     def later(count: Array, gradient: Array, kept: Whitening) -> tuple[Array, Whitening]:
@@ -202,6 +199,6 @@ def _eigenvectors(factors: Pair) -> Pair:
     return rows, columns
 
 
-def _power_steps(factors: Sequence[Array], bases: Sequence[Array]) -> Pair:
+def _power_steps(factors: Pair, bases: Any) -> Pair:
     rows, columns = (jnp.linalg.qr(f @ q)[0] for f, q in zip(factors, bases, strict=True))
     return rows, columns

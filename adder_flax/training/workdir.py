@@ -1,4 +1,4 @@
-"""The directory of a run: its configuration, the refusal to mix two runs in it, its lock."""
+"""The directory of a run: what makes the run this one, the refusal of another one, its lock."""
 
 import contextlib
 import datetime
@@ -12,23 +12,96 @@ from typing import Any
 import jax
 import numpy as np
 from absl import logging
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 
 from adder_flax.errors import RunError, first_line, writing
 from adder_flax.experiment import as_config
 from adder_flax.extras import needs
 from adder_flax.files import write_whole
-from adder_flax.settings import RunSettings, completed
+from adder_flax.settings import RunSettings, completed, unread
 from adder_flax.text import printable
-from adder_flax.training.checkpoints import SavedCheckpoints
-from adder_flax.training.fingerprint import differences, fingerprint
 
 with needs("train"):
     import filelock
     from ml_collections import ConfigDict
 
-_LOCK = "trainer.lock"
 _SHOWN_DIFFERENCES = 20
+
+OPERATIONAL_FIELDS = (
+    "mesh",
+    "log_every_steps",
+    "checkpoint_every_steps",
+    "profile_steps",
+    "topology",
+    "data.data_dir",
+)
+"""How a run is executed, not what it computes."""
+
+# May change between two starts of one run: what it had computed before it met something broken is
+# the same. A record of a comparison is of a whole run, which with another of these ends elsewhere.
+_CHANGEABLE_FIELDS = (*OPERATIONAL_FIELDS, "data.on_unreadable", "non_finite")
+
+
+def flatten_config(config: Any) -> dict[str, Any]:
+    """Returns ``{"model.width": 192, …}``, with lists for tuples as JSON has them."""
+    flat = flatten_dict(config.to_dict() if hasattr(config, "to_dict") else config, sep=".")
+    return {name: list(x) if isinstance(x, tuple) else x for name, x in flat.items()}
+
+
+def with_defaults(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns flattened fields with those that a later version has added, at their defaults."""
+    return flatten_config(completed(RunSettings, unflatten_dict(flat, sep=".")))
+
+
+def fingerprint(config: Any) -> dict[str, Any]:
+    """Returns the fields, flattened, that make a run this one: all that no later start may change.
+
+    Example:
+      >>> of = fingerprint(ConfigDict({"seed": 3, "mesh": {"data": 8}, "model": {"mean": (0.5,)}}))
+      >>> of["model.mean"], of["seed"], of["optimizer.name"], "mesh.data" in of
+      ([0.5], 3, 'adamw', False)
+    """
+    flat = flatten_config(completed(RunSettings, json.loads(config.to_json())))
+    return {name: flat[name] for name in sorted(flat) if not name.startswith(_CHANGEABLE_FIELDS)}
+
+
+def computing(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those flattened fields that say what is computed, and are read by the run at all.
+
+    Example:
+      >>> computing({"optimizer.name": "sgd", "optimizer.kfac.damping": 3.0, "mesh.data": 2})
+      {'optimizer.name': 'sgd'}
+    """
+    not_read = (f"{path}." for path in unread(RunSettings, unflatten_dict(flat, sep=".")))
+    idle = (*OPERATIONAL_FIELDS, *not_read)
+    return {path: value for path, value in flat.items() if not path.startswith(idle)}
+
+
+def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns in words which fields of two runs differ; what neither reads does not count, nor what
+    a later start may change.
+
+    Example:
+      >>> differences({"seed": 0, "batch_size": 32}, {"seed": 1, "batch_size": 32})
+      ['seed: 0 there, 1 now']
+    """
+    there, now = computing(with_defaults(there)), computing(with_defaults(now))
+    shown = lambda fields, name: printable(repr(fields[name]), 60) if name in fields else "absent"
+    return [
+        f"{printable(name, 60)}: {shown(there, name)} there, {shown(now, name)} now"
+        for name in sorted(there.keys() | now.keys())
+        if there.get(name) != now.get(name) and not name.startswith(_CHANGEABLE_FIELDS)
+    ]
+
+
+def saved_steps(checkpoints: Path) -> list[int]:
+    """Returns the steps of which there are checkpoints in a directory, in order."""
+    try:
+        names = [path.name for path in checkpoints.iterdir() if path.is_dir()]
+    except FileNotFoundError:
+        return []
+    return sorted(int(n) for n in names if n.isdecimal() and n == str(int(n)))
 
 
 def open_workdir(workdir: str | Path, config: ConfigDict) -> Path:
@@ -39,7 +112,7 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Path:
     """
     workdir = Path(workdir).absolute()
     stored = _read_config(workdir)
-    if stored is None or not SavedCheckpoints(workdir / "checkpoints").steps:
+    if stored is None or not saved_steps(workdir / "checkpoints"):
         return workdir
     if found := differences(fingerprint(ConfigDict(stored)), fingerprint(config)):
         more = len(found) - _SHOWN_DIFFERENCES
@@ -55,15 +128,13 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Path:
 def write_config(workdir: str | Path, config: ConfigDict) -> None:
     """Writes ``config.json``, once the run is known to be good, unless it is there."""
     workdir = open_workdir(workdir, config)
-    given = completed(RunSettings, json.loads(config.to_json()))
-    stored = _read_config(workdir)
-    if SavedCheckpoints(workdir / "checkpoints").steps:
-        if stored is not None:
+    if saved_steps(workdir / "checkpoints"):
+        if _read_config(workdir) is not None:
             return  # it differs at most in how the run is executed; the first start stays on record
         logging.warning(
             "No config.json beside the checkpoints in %s: taking them to be of this run", workdir
         )
-    _write(workdir, "config.json", given)
+    _write(workdir, "config.json", completed(RunSettings, json.loads(config.to_json())))
 
 
 def read_config(workdir: str | Path) -> ConfigDict:
@@ -110,10 +181,8 @@ def read_file(path: Path) -> bytes | None:
 
 
 def write_data(workdir: str | Path, records: Mapping[str, Sequence[float]]) -> None:
-    """Writes ``data.json``: what tells each split from another, `Source.marks`, for a later start
-    to compare with.
-    """
-    _write(workdir, "data.json", dict(records))
+    """Writes ``data.json``: what tells each split from another, `Source.marks`."""
+    _write(workdir, "data.json", records)
 
 
 def changed_data(
@@ -139,18 +208,20 @@ def changed_data(
 def other_records(before: Mapping[str, Any], records: Mapping[str, Sequence[float]]) -> list[str]:
     """Returns in words in which splits there are other records than before.
 
-    >>> other_records({"train": [60, 7.0], "val": 20}, {"train": [60, 9.0], "val": [20, 1.0]})
+    >>> other_records({"train": [60, 7.0], "val": [20]}, {"train": [60, 9.0], "val": [20, 1.0]})
     ['train other records']
     """
     found = []
     for split, now in records.items():
         then = before.get(split, now)
-        then = then if isinstance(then, list) else [then]  # a number by older versions
-        if not (then and all(isinstance(mark, int | float) for mark in then)):
+        try:
+            same = len(then) != len(now) or np.allclose(then, now, 0, _SAME, equal_nan=True)
+            number = f"{then[0]:g}"
+        except (TypeError, ValueError, LookupError):
             continue  # damaged, and no more than a help
         if then[0] != now[0]:
-            found.append(f"{split} {then[0]:g} records then, {now[0]:g} now")
-        elif len(then) == len(now) and not np.allclose(then, now, 0, _SAME, equal_nan=True):
+            found.append(f"{split} {number} records then, {now[0]:g} now")
+        elif not same:
             found.append(f"{split} other records")
     return found
 
@@ -210,7 +281,7 @@ class HeldError(RunError):
 
 
 @contextlib.contextmanager
-def lock_workdir(workdir: str | Path, name: str = _LOCK) -> Iterator["Lock | None"]:
+def lock_workdir(workdir: str | Path, name: str = "trainer.lock") -> Iterator["Lock | None"]:
     """Makes a run's directory this process's own for as long as the context is open.
 
     Of several processes the first holds the lock for all of them; the others get None.
@@ -236,15 +307,16 @@ def lock_workdir(workdir: str | Path, name: str = _LOCK) -> Iterator["Lock | Non
         )
     if refused is not None:
         raise refused
-    with contextlib.ExitStack() as stack:
-        if lock is not None:
-            stack.callback(lock.release)
+    try:
         yield lock
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def is_held(path: Path) -> bool:
     """Whether a process says that it holds the lock; one that was killed still does."""
-    return _owner_file(path).exists()
+    return path.with_suffix(".owner").exists()
 
 
 class Lock:
@@ -252,17 +324,18 @@ class Lock:
 
     def __init__(self, path: Path):
         self._path, self._lock = path, filelock.FileLock(path, timeout=0)
+        self._owner = path.with_suffix(".owner")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
             self._found = os.stat(path)
             since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
             owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
-            write_whole(_owner_file(path), json.dumps(owner).encode())
+            write_whole(self._owner, json.dumps(owner).encode())
         except filelock.Timeout as error:
             raise HeldError(
-                f"expected {path.parent} without another trainer, got {_owner(path)}; wait for its "
-                "end, or choose another --workdir"
+                f"expected {path.parent} without another trainer, got {self._other()}; wait for "
+                "its end, or choose another --workdir"
             ) from error
         except OSError as error:
             self._lock.release()
@@ -288,17 +361,12 @@ class Lock:
         """Lets others have the directory."""
         with contextlib.suppress(RunError):
             self.check()
-            _owner_file(self._path).unlink(missing_ok=True)
+            self._owner.unlink(missing_ok=True)
         self._lock.release()
 
-
-def _owner_file(path: Path) -> Path:
-    return path.with_suffix(".owner")
-
-
-def _owner(path: Path) -> str:
-    try:
-        owner = json.loads(_owner_file(path).read_text())
-        return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
-    except (OSError, ValueError, TypeError, KeyError):
-        return "one that just begins"
+    def _other(self) -> str:
+        try:
+            owner = json.loads(self._owner.read_text())
+            return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
+        except (OSError, ValueError, TypeError, KeyError):
+            return "one that just begins"

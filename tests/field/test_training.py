@@ -29,10 +29,9 @@ from adder_flax.settings import (
 )
 from adder_flax.tasks import Classification, ImageFacts, Outcome
 from adder_flax.training import evaluation_params, make_eval_step, make_train_step, sharding
-from adder_flax.training.initialization import built_from
 from adder_flax.training.optimizers import CurvatureOptimizer, find_layers
-from adder_flax.training.skeleton import joined, take_apart
-from adder_flax.training.step import Parts, init_state, make_loss_fn
+from adder_flax.training.program import built_from
+from adder_flax.training.step import Parts, init_state, joined, make_loss_fn, take_apart
 from adder_flax.training.workdir import check_jax_settings, write_jax_settings
 from tests.processes import run_code
 from tests.training.tiny import TINY

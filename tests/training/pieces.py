@@ -6,8 +6,7 @@ from adder_flax.models import VisionTransformer, build_vit
 from adder_flax.settings import ClassificationSettings
 from adder_flax.tasks import Classification
 from adder_flax.training.optimizers import OPTIMIZERS, OptimizerSpec
-from adder_flax.training.skeleton import Skeleton
-from adder_flax.training.step import Parts, make_loss_fn
+from adder_flax.training.step import Parts, Skeleton, make_loss_fn
 
 SEED = 3
 

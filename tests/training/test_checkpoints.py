@@ -1,6 +1,5 @@
 """What is saved is what is restored, or it is said; who only reads changes nothing."""
 
-import logging
 import math
 import os
 import resource
@@ -155,15 +154,6 @@ def test_the_best_is_not_guessed(directory):
         checkpoints.restore(ABSTRACT)
         checkpoints.save(3, make_state(3), score=0.6)
     assert sorted(os.listdir(directory)) == ["1", "3"]  # 1 may be the best
-
-
-def test_a_checkpoint_of_an_older_version_is_read_with_a_warning(directory, caplog):
-    path = directory / "2" / "_CHECKPOINT_METADATA"
-    text = path.read_text()
-    path.write_text(text[: text.index('"custom_metadata"')] + '"custom_metadata": {}}')
-    with caplog.at_level(logging.WARNING):
-        assert same(SavedCheckpoints(directory).restore(ABSTRACT), 2)
-    assert "Checkpoint 2 has no digests" in caplog.text
 
 
 def test_what_a_killed_run_was_about_to_delete_is_deleted(directory):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adder_flax.training.digests import take_digests
+from adder_flax.training.checkpoints import take_digests
 from tests.processes import run_code
 
 
@@ -60,7 +60,7 @@ def test_the_arrays_that_are_not_finite_are_named(value):
 _SPLIT = """
 import json, jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from adder_flax.training.digests import take_digests
+from adder_flax.training.checkpoints import take_digests
 mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 x = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
 x[7, 5] = np.nan

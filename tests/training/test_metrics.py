@@ -75,7 +75,7 @@ def test_what_cannot_be_written_stops_the_run_and_nobody_waits_for_it(place, tmp
     said = "No space left on device; what was written before is whole"
     with open("/dev/full", "wb", buffering=0) as full, MetricWriter(tmp_path) as writer:
         if place == "events":
-            writer._events._writer._py_recordio_writer._writer = full
+            writer._events._py_recordio_writer._writer = full
         else:
             (tmp_path / "metrics.jsonl").unlink()
             (tmp_path / "metrics.jsonl").symlink_to("/dev/full")

@@ -10,8 +10,7 @@ from flax import nnx
 from adder_flax.tasks import Classification, ImageFacts
 from adder_flax.training import evaluation_params, make_eval_step, make_train_step
 from adder_flax.training.optimizers import CurvatureOptimizer
-from adder_flax.training.skeleton import Skeleton
-from adder_flax.training.step import init_state
+from adder_flax.training.step import Skeleton, init_state
 from tests.training.pieces import make_parts
 
 

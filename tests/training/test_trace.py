@@ -16,7 +16,7 @@ from adder_flax.training import optimizers, program
 
 def test_the_step_is_traced_once_by_a_short_trace(tiny_config, tmp_path, monkeypatch):
     traces, calls = [], collections.Counter()
-    make = program.make_train_step
+    make = program.step.make_train_step
     ours = tuple(str(pathlib.Path(package.__file__).parent) for package in (adder_flax, kfac))
 
     def counted(*args, **options):
@@ -27,7 +27,7 @@ def test_the_step_is_traced_once_by_a_short_trace(tiny_config, tmp_path, monkeyp
         if event == "call" and frame.f_code.co_filename.startswith(ours):
             calls[frame.f_code.co_filename] += 1
 
-    monkeypatch.setattr(program, "make_train_step", counted)
+    monkeypatch.setattr(program.step, "make_train_step", counted)
     monkeypatch.setattr(program, "_PROGRAMS", {})
     run = training.build_run(tiny_config(num_epochs=0.1))
     assert not traces

@@ -22,7 +22,7 @@ from adder_flax.training import (
     read_metrics,
     write_config,
 )
-from adder_flax.training.fingerprint import differences, fingerprint
+from adder_flax.training.workdir import differences, fingerprint
 
 
 def other(config):
