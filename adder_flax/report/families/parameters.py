@@ -204,7 +204,7 @@ def judge_gates(study: Study) -> Findings:
 
 
 def _find_gate(study: Study, scores: tuple[str, ...]) -> tuple[str, measures.Gate]:
-    """Whose it is: of the first block of a model that has one, else of a new head."""
+    """Of the first block of a model that has one, else of a new head; and whose it is."""
     found = [
         (subject, index, block)
         for subject in filter(None, (study.subject, study.baseline))
