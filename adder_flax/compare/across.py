@@ -37,7 +37,7 @@ from adder_flax.compare.records import write_text
 from adder_flax.errors import RunError
 from adder_flax.paired import cost_ratios, paired_difference, profile_scores
 from adder_flax.report import Picture, document
-from adder_flax.report.runs import Runs, read_runs
+from adder_flax.report.contests import Runs, read_runs
 from adder_flax.tasks import TASKS
 
 

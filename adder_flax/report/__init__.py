@@ -8,9 +8,9 @@ from adder_flax.report._families import (
     CLAIMS,
     ENERGY,
     Section,
+    only_when,
     register_claims,
 )
-from adder_flax.report._sequences import SequenceStudy, SequenceSubject
 from adder_flax.report._study import (
     DOES_NOT_HOLD,
     HOLDS,
@@ -22,7 +22,6 @@ from adder_flax.report._study import (
     Picture,
     Probe,
     Study,
-    only_when,
     require_probabilities,
 )
 from adder_flax.report._style import LINES, dress, legend, line, new_figure, save_figure
@@ -34,6 +33,7 @@ from adder_flax.report.expansion import (
     second_order_along,
     second_order_terms,
 )
+from adder_flax.report.families.alignments import SequenceStudy, SequenceSubject
 from adder_flax.report.figures import (
     alignment_figure,
     attention_figure,

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,15 +13,20 @@ from adder_flax.report._study import DOES_NOT_HOLD, HOLDS, Claim, Findings, Stud
 Measure = Callable[[Any], Findings]
 
 
+def only_when(condition: str) -> str:
+    """The verdict on a claim that needs more than its source says."""
+    return f"holds only when {condition}"
+
+
+def spread(values: Any) -> str:
+    """Median and range, for findings: "0.31 (0.12 to 0.58)"."""
+    values = np.asarray(values, float)
+    return f"{np.median(values):.3g} ({values.min():.3g} to {values.max():.3g})"
+
+
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of the page.
-
-    Attributes:
-      title: its heading.
-      introduction: the paragraph below.
-      source: where its claims are made.
-    """
+    """A part of the page: its heading, the paragraph below, and where its claims are made."""
 
     title: str
     introduction: str
@@ -38,11 +43,8 @@ class Section:
         figure: str = "",
         margins: tuple[float, ...] = (),
     ) -> Claim:
-        """Returns a claim (see `Claim`) that this section's source makes.
-
-        Args:
-          place: in the source, or what is said of it in brackets.
-          verdict: in words, or whether the claim holds.
+        """Returns a claim (see `Claim`) that this section's source makes, at a ``place`` or as what
+        is said in brackets; ``verdict`` is in words, or whether it holds.
 
         Example:
           >>> claim = ENERGY.claim("two", "page 2", "1 + 1 is 2.", 1 + 1 == 2, "2", "It is 2.")
@@ -55,13 +57,12 @@ class Section:
         return Claim(name, source, statement, verdict, number, finding, figure, margins)
 
 
-@dataclasses.dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """Claims of a section that are measured together, on a kind of study."""
 
     section: Section
     measure: Measure
-    of: type = Study
+    of: type
 
 
 CLAIMS: Registry[Family] = Registry("family of claims", "adder_flax.report.register_claims")
@@ -104,44 +105,34 @@ def register_claims(
 
 
 ADDER = Section(
-    title="Adder attention",
-    introduction=(
-        "Theorem 1 (the variance of the scores), Proposition 1 (what adding the identity map does "
-        "to the singular values) and the maps themselves. The identity, where the model adds it, "
-        "is taken off before anything is measured and put back where a figure says A + I."
-    ),
-    source="Adder attention, appendix",
+    "Adder attention",
+    "Theorem 1 (the variance of the scores), Proposition 1 (what adding the identity map does to "
+    "the singular values) and the maps themselves. The identity, where the model adds it, is taken "
+    "off before anything is measured and put back where a figure says A + I.",
+    "Adder attention, appendix",
 )
 ADDITIVE = Section(
-    title="Additive against multiplicative scores",
-    introduction=(
-        "Expressive power on the XOR alignment task, where gradients vanish, and which parameters "
-        "make no difference. The last are checked on this model's own queries, keys and weights."
-    ),
-    source="Additive vs. multiplicative attention",
+    "Additive against multiplicative scores",
+    "Expressive power on the XOR alignment task, where gradients vanish, and which parameters make "
+    "no difference. The last are checked on this model's own queries, keys and weights.",
+    "Additive vs. multiplicative attention",
 )
 BROWNIAN = Section(
-    title="The Brownian view",
-    introduction=(
-        "LayerNorm puts tokens on a sphere, a row-normalised kernel walks between them, and blocks "
-        "move them. Each step of the argument is measured by itself."
-    ),
-    source="Brownian motion in the transformer",
+    "The Brownian view",
+    "LayerNorm puts tokens on a sphere, a row-normalised kernel walks between them, and blocks "
+    "move them. Each step of the argument is measured by itself.",
+    "Brownian motion in the transformer",
 )
 ALIGNMENT = Section(
-    title="Alignments",
-    introduction=(
-        "Where a sequence model looks in its input for each symbol that it writes, the right "
-        "symbols before it given; and the errors of what it writes by itself."
-    ),
-    source="Neural machine translation by jointly learning to align and translate",
+    "Alignments",
+    "Where a sequence model looks in its input for each symbol that it writes, the right symbols "
+    "before it given; and the errors of what it writes by itself.",
+    "Neural machine translation by jointly learning to align and translate",
 )
 ENERGY = Section(
-    title="Operations and energy",
-    introduction=(
-        "Operations counted in the jaxpr of the forward pass for one image; energy modelled: "
-        f"{HOROWITZ_45NM.name}. This is an ASIC's arithmetic. On a GPU an addition and a "
-        "multiply-accumulate take the same issue slot."
-    ),
-    source="Adder attention, main text",
+    "Operations and energy",
+    "Operations counted in the jaxpr of the forward pass for one image; energy modelled: "
+    f"{HOROWITZ_45NM.name}. This is an ASIC's arithmetic. On a GPU an addition and a "
+    "multiply-accumulate take the same issue slot.",
+    "Adder attention, main text",
 )

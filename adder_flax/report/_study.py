@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -33,11 +33,6 @@ TOLERANCE = 0.1
 hold"."""
 
 
-def only_when(condition: str) -> str:
-    """The verdict on a claim that needs more than its source says."""
-    return f"holds only when {condition}"
-
-
 @dataclasses.dataclass(frozen=True)
 class Claim:
     """One claim of a paper, and what the numbers say to it.
@@ -46,7 +41,7 @@ class Claim:
       name: short identifier, e.g. "proposition-1-rank".
       source: where the claim is made.
       statement: the claim.
-      verdict: :data:`HOLDS`, :data:`DOES_NOT_HOLD`, :data:`NOT_MEASURED` or "holds only when …".
+      verdict: `HOLDS`, `DOES_NOT_HOLD`, `NOT_MEASURED` or "holds only when …".
       number: the one number that decides, for tables.
       finding: the numbers behind the verdict, in a sentence.
       figure: name of the figure that shows it, if there is one.
@@ -85,9 +80,7 @@ class Picture:
 
     Attributes:
       name: file name without suffix.
-      figure: to be saved.
-      caption: what to see in it.
-      alt: what it shows, for those who do not see it.
+      caption, alt: what to see in it, and what it shows for those who do not see it.
       data: the numbers behind it: equally long columns become a CSV, anything else an NPZ.
     """
 
@@ -106,19 +99,6 @@ class Findings:
     pictures: Sequence[Picture]
 
 
-@runtime_checkable
-class AnyStudy(Protocol):
-    """What a page needs of a study; what claims need of it, their families know."""
-
-    @property
-    def subject(self) -> Any:
-        """The model that the report is about; it has a ``name``."""
-
-    def about(self) -> str:
-        """Returns what was looked at, for the head of the page."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Subject:
     """A model at work on the images of the report, by its name in legends."""
@@ -129,7 +109,7 @@ class Subject:
 
     @property
     def maps(self) -> list[Float[np.ndarray, "image head token token"]]:
-        """Attention maps by block, the identity included where the model adds it."""
+        """By block, the identity included where the model adds it."""
         return [block.map for block in self.captured.blocks]
 
     @functools.cached_property
@@ -185,7 +165,6 @@ class Answers:
     """What a classifier takes the images of a split for.
 
     Attributes:
-      probabilities: of the classes.
       labels: true classes.
       records: their places in the split.
       names: of the classes.
@@ -211,12 +190,8 @@ class Answers:
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """A classifier under other parameters, on some images.
-
-    Attributes:
-      params: its own, a nested dict.
-      logits: of the images, from such parameters.
-      labels: true classes.
+    """A classifier under other parameters (a nested dict, as its own ``params``), on some images of
+    these true classes.
     """
 
     params: Mapping[Any, Any]
@@ -251,15 +226,14 @@ class ImageStudy:
 
     Attributes:
       subject: the model that the report is about.
-      baseline: another model on the same images, e.g. the multiplicative one, or None.
-      untrained: the same model before training, or None.
+      baseline: another model on the same images, e.g. the multiplicative one.
+      untrained: the same model before training.
       pictures: the images as people see them, uint8 or floats in [0, 1].
       captions: a line for each image.
       labels: true classes.
       answers: on these images, or on the whole split.
       probe: the subject under other parameters, on some images.
-      second_order: expansions of the loss along training steps, by where in training they were
-        taken; may be empty.
+      second_order: expansions of the loss along training steps, by where in training they are.
       peak_learning_rate: of the subject's training; nan where nothing is known of it.
     """
 
@@ -275,7 +249,7 @@ class ImageStudy:
     peak_learning_rate: float = float("nan")
 
     def about(self) -> str:
-        """As `AnyStudy` has it."""
+        """Returns what was looked at, for the head of the page."""
         answers = self.answers
         right, count = (answers.predicted == answers.labels).mean(), len(answers.labels)
         looked = f"claims measured on {len(self.labels)} images"
@@ -343,13 +317,10 @@ def study_images(
     answers: Answers | None = None,
 ) -> ImageStudy:
     """Returns a `Study` if all models consist of blocks of attention, else an `ImageStudy`."""
-    labels, predicted = np.asarray(labels), subject.captured.logits.argmax(-1)
-    if len(labels) != len(predicted):
-        raise ValueError(
-            f"expected one label for each of {len(predicted)} images, got {len(labels)}"
-        )
-    pictures, logits = np.asarray(pictures), subject.captured.logits
-    classes = logits.shape[-1]
+    labels, pictures, logits = np.asarray(labels), np.asarray(pictures), subject.captured.logits
+    count, classes = logits.shape
+    if len(labels) != count:
+        raise ValueError(f"expected one label for each of {count} images, got {len(labels)}")
     if len(labels) and not 0 <= labels.min() <= labels.max() < classes:
         raise ValueError(
             f"expected labels of the model's {classes} classes, 0 to {classes - 1}, got "
@@ -361,16 +332,14 @@ def study_images(
         )
     names = [printable(name, limit=60) for name in label_names or map(str, range(classes))]
     if answers is None:
-        records, shown = np.arange(len(labels)), lambda records: pictures[records]
-        answers = Answers(softmax(logits), labels, records, names, shown)
-    pairs = zip(labels, predicted, strict=True)
+        answers = Answers(softmax(logits), labels, np.arange(count), names, pictures.__getitem__)
     attend = all(model.attends for model in filter(None, (subject, baseline, untrained)))
     return (Study if attend else ImageStudy)(
         subject,
         baseline,
         untrained,
         pictures,
-        [f"{names[true]}, seen as {names[seen]}" for true, seen in pairs],
+        [f"{names[a]}, seen as {names[b]}" for a, b in zip(labels, logits.argmax(-1), strict=True)],
         labels,
         answers,
         probe,
@@ -392,9 +361,3 @@ def require_probabilities(model: nnx.Module, *inputs: Any) -> None:
                 f"{record.facts['score']!r}, registered with rows_are_probability=False; look at "
                 "its maps with capture_attention"
             )
-
-
-def spread(values: Any) -> str:
-    """Median and range, for findings: "0.31 (0.12 to 0.58)"."""
-    values = np.asarray(values, float)
-    return f"{np.median(values):.3g} ({values.min():.3g} to {values.max():.3g})"

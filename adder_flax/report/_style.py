@@ -45,7 +45,7 @@ _DARK = {
     "#777777": "#a5a5a5",
 }
 
-_FONT = {"family": ["DejaVu Sans"], "size": 9}
+_SIZE = 9  # of letters, in points
 # A dollar sign in the name of a class or run is no formula.
 _PLAIN: dict[str, Any] = {"parse_math": False}
 
@@ -74,16 +74,16 @@ def new_figure(
 
 
 def dress(
-    axes: "Axes", *, xlabel: str = "", ylabel: str = "", title: str = "", legend_at: str = ""
+    axes: "Axes", xlabel: str = "", ylabel: str = "", title: str = "", *, legend_at: str = ""
 ) -> "Axes":
     """Labels the axes, opens the frame at the top and right, and draws a faint grid.
 
     With ``legend_at``, a location of Matplotlib's such as "best", it has a legend.
     """
-    axes.set_xlabel(xlabel, fontsize=_FONT["size"])
-    axes.set_ylabel(ylabel, fontsize=_FONT["size"])
-    axes.set_title(title, fontsize=_FONT["size"] + 1, loc="left", **_PLAIN)
-    axes.tick_params(labelsize=_FONT["size"] - 1)
+    axes.set_xlabel(xlabel, fontsize=_SIZE)
+    axes.set_ylabel(ylabel, fontsize=_SIZE)
+    axes.set_title(title, fontsize=_SIZE + 1, loc="left", **_PLAIN)
+    axes.tick_params(labelsize=_SIZE - 1)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(True, color="#e4e4e4", linewidth=0.6)
     axes.set_axisbelow(True)
@@ -94,8 +94,7 @@ def dress(
 
 def whole_ticks(axes: "Axes") -> None:
     """Ticks of the horizontal axis at whole numbers only, for blocks and ranks."""
-    with needs("report"):
-        from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
 
@@ -129,16 +128,15 @@ def bare(axes: "Axes", *, title: str = "", note: str = "") -> "Axes":
     """Axes for a picture: no ticks, a title above, a note below."""
     axes.set_xticks([])
     axes.set_yticks([])
-    axes.set_title(title, fontsize=_FONT["size"], **_PLAIN)
-    axes.set_xlabel(note, fontsize=_FONT["size"] - 1.5, color="#333333", **_PLAIN)
+    axes.set_title(title, fontsize=_SIZE, **_PLAIN)
+    axes.set_xlabel(note, fontsize=_SIZE - 1.5, color="#333333", **_PLAIN)
     return axes
 
 
 def legend(axes: "Axes", **options: Any) -> None:
     """A legend without a frame, with handles long enough to tell dashes apart."""
-    drawn = axes.legend(
-        **{"frameon": False, "fontsize": _FONT["size"] - 1, "handlelength": 3.2, **options}
-    )
+    look = {"frameon": False, "fontsize": _SIZE - 1, "handlelength": 3.2}
+    drawn = axes.legend(**look | options)
     for text in drawn.get_texts():
         text.set(**_PLAIN)
 
@@ -164,8 +162,7 @@ def save_figure(
     ...     [path.name for path in save_figure(figure, f"{directory}/curves", ("png", "svg"))]
     ['curves.png', 'curves.svg']
     """
-    with needs("report"):
-        from matplotlib import rc_context
+    from matplotlib import rc_context
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -173,8 +170,7 @@ def save_figure(
     engine, dots_per_inch = figure.get_layout_engine(), figure.get_dpi()
     try:
         figure.set_dpi(150)
-        # Laid out once: with an engine, "none" too, every format would be drawn twice to lay it out
-        # again.
+        # Laid out once, not for each format.
         if engine is not None:
             engine.execute(figure)
             figure.set_layout_engine(None)

@@ -4,6 +4,7 @@ A network that was converted to another attention can learn to do without it, an
 (https://arxiv.org/abs/2510.05901). What each part carries is what is lost without it.
 """
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,14 +14,13 @@ import numpy as np
 
 from adder_flax.files import write_whole
 
+# What each part is turned off by.
+_LAYERS = {"maps": ("attention", "key"), "attention": ("attention", "out"), "MLP": ("mlp", "fc2")}
+
 
 class Without(NamedTuple):
-    """A score of a network without a part of it.
-
-    Attributes:
-      part: "attention", "maps" (uniform ones in their place) or "MLP".
-      block: its number from 0, or None for all.
-      score: of the network without it.
+    """A score of a network without a part of it: "attention", "maps" (uniform ones in their place)
+    or "MLP" of a block, numbered from 0, or of all (None).
     """
 
     part: str
@@ -34,8 +34,7 @@ def bypass(
     """Scores a transformer without all maps, all attention, and each branch of each block.
 
     Maps are made uniform by keys that are the same for every token, branches are turned off by a
-    last layer that gives zeros; both are changes of parameters alone, so that one compiled function
-    scores all.
+    last layer that gives zeros: changes of parameters alone, so one compiled function scores all.
 
     Args:
       params: of a `VisionTransformer`, a nested dict.
@@ -52,11 +51,13 @@ def bypass(
       [('maps', 1.0), ('attention', 0.0)]
     """
     blocks = list(params["blocks"])
-    rows, each = [], [(part, block) for block in blocks for part in _PARTS if each_block]
+    rows, each = [], [(part, block) for block in blocks for part in _LAYERS if each_block]
     for part, block in [("maps", None), ("attention", None), *each]:
+        kept = ("bias",) if part == "maps" else ()  # it says the same of every token
+        zeros = lambda name, array, kept=kept: array if name in kept else np.zeros_like(array)
         changed = params
         for index in blocks if block is None else [block]:
-            changed = _changed(changed, ("blocks", index, *_PARTS[part]), keep_bias=part == "maps")
+            changed = _changed(changed, ("blocks", index, *_LAYERS[part]), zeros)
         rows.append(Without(part, block, score(changed)))
     return rows
 
@@ -78,36 +79,27 @@ def without_heads(
       >>> removed["blocks"][0]["attention"]["value"]["bias"].tolist()
       [1.0, 1.0, 0.0, 0.0]
     """
-    changed = dict(params["blocks"])
+
+    def silenced(name: str, array: Any, removed: Sequence[int]) -> np.ndarray:
+        array = np.array(array)
+        array.reshape(*array.shape[:-1], num_heads, -1)[..., list(removed), :] = 0
+        return array
+
     for block, removed in heads.items():
-        attention = changed[block]["attention"]
-        value = attention["value"]
-        # What an adder layer sums up goes through its norm.
-        layer = value.get("norm", value)
-        silent = {name: _zeros(array, removed, num_heads) for name, array in layer.items()}
-        value = {**value, "norm": silent} if "norm" in value else silent
-        changed[block] = {**changed[block], "attention": {**attention, "value": value}}
-    return {**params, "blocks": changed}
+        change = functools.partial(silenced, removed=removed)
+        params = _changed(params, ("blocks", block, "attention", "value"), change)
+    return params
 
 
-def _zeros(array: Any, heads: Sequence[int], num_heads: int) -> np.ndarray:
-    array = np.array(array)
-    array.reshape(*array.shape[:-1], num_heads, -1)[..., list(heads), :] = 0
-    return array
-
-
-# The layer that each part is turned off by.
-_PARTS = {"maps": ("attention", "key"), "attention": ("attention", "out"), "MLP": ("mlp", "fc2")}
-
-
-def _changed(params: Mapping[Any, Any], path: tuple, *, keep_bias: bool) -> dict[Any, Any]:
-    """Returns parameters in which a layer says the same of every token: its bias, or nothing."""
+def _changed(
+    params: Mapping[Any, Any], path: tuple, change: Callable[[str, Any], Any]
+) -> dict[Any, Any]:
+    """Returns parameters in which those of the layer at ``path`` are ``change(name, array)``."""
+    if not path and "norm" in params:  # an adder layer: what it sums up goes through its norm
+        path = ("norm",)
     if path:
-        return {**params, path[0]: _changed(params[path[0]], path[1:], keep_bias=keep_bias)}
-    if "norm" in params:  # an adder layer: what it sums up goes through its norm
-        return {**params, "norm": _changed(params["norm"], (), keep_bias=keep_bias)}
-    silent = [name for name in params if name != "bias" or not keep_bias]
-    return {**params, **{name: np.zeros_like(params[name]) for name in silent}}
+        return {**params, path[0]: _changed(params[path[0]], path[1:], change)}
+    return {name: change(name, array) for name, array in params.items()}
 
 
 def bypass_text(rows: list[Without], whole: float) -> str:
@@ -119,10 +111,10 @@ def bypass_text(rows: list[Without], whole: float) -> str:
     maps, all blocks           0.2500   +0.5000
     MLP, block 1               0.5000   +0.2500
     """
-    where = lambda block: "all blocks" if block is None else f"block {block + 1}"
-    name = lambda row: f"{row.part}, {where(row.block)}"
     lines = [f"{'without':24}{'score':>9}{'carries':>10}", f"{'nothing':24}{whole:9.4f}"]
-    lines += [f"{name(row):24}{row.score:9.4f}{whole - row.score:+10.4f}" for row in rows]
+    for part, block, score in rows:
+        name = f"{part}, {'all blocks' if block is None else f'block {block + 1}'}"
+        lines.append(f"{name:24}{score:9.4f}{whole - score:+10.4f}")
     return "\n".join(lines)
 
 

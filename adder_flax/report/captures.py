@@ -30,9 +30,8 @@ class BlockCapture:
       score: name of its score.
       query, key: projected, per head; one key for each query head.
       map: what multiplies the values; rows sum to 2 if the identity map is part of it.
-      tokens: the block's input; None outside of a block.
-      normalized: output of the LayerNorm before attention, affine part included; None outside of a
-        block.
+      tokens, normalized: input of the block, and output of its LayerNorm before attention, affine
+        part included; None outside of a block.
     """
 
     path: str
@@ -44,27 +43,17 @@ class BlockCapture:
     normalized: Float[np.ndarray, "batch token width"] | None = None
 
     def around(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns ``tokens`` and ``normalized``.
-
-        Raises:
-          ValueError: the layer is not inside of a block.
-        """
+        """Returns ``tokens`` and ``normalized``; a ValueError if it is not inside of a block."""
         if self.tokens is None or self.normalized is None:
-            raise ValueError(
-                f"expected attention inside of a block, got {self.path!r} on its own; look at a "
-                "model of blocks"
-            )
+            alone = f"{self.path!r} on its own; look at a model of blocks"
+            raise ValueError(f"expected attention inside of a block, got {alone}")
         return self.tokens, self.normalized
 
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
-    """A forward pass.
-
-    Attributes:
-      blocks: every attention layer at work, in the order of the calls.
-      tokens: output of the last block; None for a model without blocks.
-      logits: what the model answers.
+    """A forward pass: attention layers in the order of the calls, output of the last block (None
+    for a model without blocks), and what the model answers.
     """
 
     blocks: tuple[BlockCapture, ...]
@@ -93,14 +82,15 @@ def capture(model: nnx.Module, *inputs: Any) -> Capture:
       >>> captured.blocks[0].query.shape, captured.blocks[0].map.shape, captured.path.shape
       ((3, 2, 17, 8), (3, 2, 17, 17), (3, 3, 17, 16))
     """
-    logits, records = recorder.record(_WANTED, model, *inputs)
+    wanted = {
+        "attention": ["query", "key", "weights"],
+        "block": ["tokens", "normalized", "output"],
+    }
+    logits, records = recorder.record(wanted, model, *inputs)
     around = {r.path: jax.tree.map(_wide, r.arrays) for r in records if r.kind == "block"}
     blocks = tuple(_block(record, around) for record in records if record.kind == "attention")
     tokens = [arrays["output"] for arrays in around.values()]
     return Capture(blocks, tokens[-1] if tokens else None, _wide(logits))
-
-
-_WANTED = {"attention": ["query", "key", "weights"], "block": ["tokens", "normalized", "output"]}
 
 
 def _wide(array: jax.Array) -> np.ndarray:

@@ -10,7 +10,6 @@ reports.
 import argparse
 import csv
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -31,174 +30,6 @@ from adder_flax.report import document
 from adder_flax.report._study import DOES_NOT_HOLD, HOLDS, NOT_DECIDED, NOT_MEASURED, Claim
 from adder_flax.report.contests import Contest, contests_table, read_contest
 
-
-@dataclasses.dataclass(frozen=True)
-class ModelReport:
-    """The report of one run.
-
-    Attributes:
-      mechanism: name of its attention score, and that it goes without the identity map where others
-        have it; of a model without a score its own.
-      size: number of blocks and their width, nothing of a model without.
-      accuracy: of its last evaluation on ``split``, nan if none is recorded.
-      directory: of the report.
-    """
-
-    mechanism: str
-    data: str
-    size: str
-    seed: int
-    split: str
-    accuracy: float
-    claims: Mapping[str, Claim]
-    directory: Path
-
-    @property
-    def workdir(self) -> Path:
-        """The directory of the run."""
-        return self.directory.parent
-
-
-def read_report(workdir: str | Path) -> ModelReport:
-    """Reads what ``--mode=analyze`` left in the directory of a run."""
-    workdir = Path(workdir)
-    table = workdir / "report" / "claims.csv"
-    if not table.exists():
-        raise FileNotFoundError(
-            f"expected a report, {table}, found none; run main.py --mode=analyze on it first"
-        )
-    with table.open(encoding="utf-8") as file:
-        claims = {row["name"]: Claim.from_row(row) for row in csv.DictReader(file)}
-    config = json.loads((workdir / "config.json").read_text())
-    model, of_data = config["model"], config["data"]
-    without = model.get("score") == "adder" and model["identity"] == "off"
-    sized = "depth" in model and "width" in model
-    return ModelReport(
-        mechanism=model.get("score", model.get("name")) + (" without identity" if without else ""),
-        data=of_data["name"],
-        size="{depth} blocks of width {width}".format_map(model) if sized else "",
-        seed=config["seed"],
-        split=_split(workdir, of_data["eval_split"]),
-        accuracy=_accuracy(workdir / "metrics.jsonl"),
-        claims=claims,
-        directory=table.parent,
-    )
-
-
-def _split(workdir: Path, name: str) -> str:
-    """The split that a run was evaluated on: what "eval" stands for depends on the set."""
-    marks = workdir / "data.json"
-    if name != "eval":
-        return name
-    return [*json.loads(marks.read_text())][-1] if marks.exists() else "test"
-
-
-def _accuracy(metrics: Path) -> float:
-    rows = map(json.loads, metrics.read_text().splitlines() if metrics.exists() else [])
-    return [math.nan, *(row["eval/accuracy"] for row in rows if "eval/accuracy" in row)][-1]
-
-
-_Groups = Mapping[str, Sequence[ModelReport]]
-_Made = dict[str, list[Claim]]  # a claim by the groups that have it
-
-
-class Told(NamedTuple):
-    """A claim with verdicts over the seeds of each mechanism, and numbers of the first of them."""
-
-    name: str
-    statement: str
-    source: str
-    verdicts: Mapping[str, str]
-    numbers: Mapping[str, str]
-    figure: str
-
-
-def told_of(reports: Sequence[ModelReport]) -> list[Told]:
-    """Returns every claim in the order in which it is met, the first seed of a mechanism first.
-
-    Over the seeds of a mechanism a verdict is counted, or decided by the interval of what decides
-    it.
-    """
-    return list(map(_told, _by_name(_groups(reports))))
-
-
-def _told(made: _Made) -> Told:
-    found = _measured(made)
-    owner, (claim, *_) = next(iter((found or made).items()))
-    return Told(
-        claim.name,
-        claim.statement,
-        claim.source,
-        {group: _counted(claims) for group, claims in found.items()},
-        {group: claims[0].number for group, claims in found.items()},
-        _figure(owner, claim.figure) if claim.figure else "",
-    )
-
-
-def claims_list(told: Sequence[Told]) -> str:
-    """Returns a list of the claims of each paper as Markdown, the verdict first."""
-    papers: dict[str, list[str]] = {}
-    for each in told:
-        paper, _, place = each.source.partition(", ")
-        papers.setdefault(paper, []).append(_item(each, place))
-    return "\n\n".join("\n".join((f"### {paper}", "", *of)) for paper, of in papers.items())
-
-
-def _item(told: Told, place: str) -> str:
-    verdicts = {said.partition(" (margin")[0] for said in told.verdicts.values()}
-    numbers = set(told.numbers.values())
-    verdict = verdicts.pop() if len(verdicts) == 1 else "differs between models"
-    verdict = verdict if told.verdicts else NOT_MEASURED
-    number = numbers.pop() if len(numbers) == 1 else ""
-    behind = ", ".join(filter(None, (place, number)))
-    said = f"**{verdict[0].upper()}{verdict[1:]}**: {told.statement}"
-    name = f"[`{told.name}`]({told.figure})" if told.figure else f"`{told.name}`"
-    return f"- {said} {name}" + (f" ({behind})" if behind else "")
-
-
-def by_model(told: Sequence[Told], field: str) -> str:
-    """Returns a table of the ``verdicts`` or ``numbers`` that differ, a column for each model."""
-    # What blocks and images spread over is in the reports.
-    short = lambda text: re.sub(r" \([^()]* to [^()]*\)", "", text)
-    shown = short if field == "numbers" else str
-    cells = {
-        each.name: {model: shown(text) for model, text in getattr(each, field).items()}
-        for each in told
-    }
-    cells = {name: found for name, found in cells.items() if len(set(found.values())) > 1}
-    if not cells:
-        return ""
-    models = list(dict.fromkeys(itertools.chain.from_iterable(each.verdicts for each in told)))
-    lines = [["claim", *models], ["---"] * (1 + len(models))]
-    lines += [[name, *(found.get(m, "") for m in models)] for name, found in cells.items()]
-    return "\n".join(f"| {' | '.join(c.replace('|', '&#124;') for c in line)} |" for line in lines)
-
-
-def _by_name(groups: _Groups) -> list[_Made]:
-    """Each claim in the reports of the groups, in the order in which they are met."""
-    made: dict[str, _Made] = {}
-    for group, reports in groups.items():
-        for report in reports:
-            for name, claim in report.claims.items():
-                made.setdefault(name, {}).setdefault(group, []).append(claim)
-    return list(made.values())
-
-
-def _measured(made: _Made) -> _Made:
-    wanted = lambda claim: claim.verdict != NOT_MEASURED
-    return {group: found for group, of in made.items() if (found := [*filter(wanted, of)])}
-
-
-def _groups(reports: Sequence[ModelReport]) -> dict[str, list[ModelReport]]:
-    """Reports by mechanism, and by data set where there are several."""
-    several = len({report.data for report in reports}) > 1
-    groups: dict[str, list[ModelReport]] = {}
-    for report in reports:
-        name = report.mechanism + (f" on {report.data}" if several else "")
-        groups.setdefault(name, []).append(report)
-    return groups
-
-
 # Figures that no claim is decided by.
 _GALLERY = {
     "class-attention": "Where the class token looks (the adder paper's figure 3), and rollout",
@@ -209,47 +40,134 @@ _GALLERY = {
 }
 
 
-def _gallery(groups: _Groups) -> list[tuple[str, str]]:
-    group, [report, *_] = next(iter(groups.items()))
-    return [
-        (text, _figure(group, name))
-        for name, text in _GALLERY.items()
-        if (report.directory / "figures" / f"{name}.png").exists()
-    ]
+@dataclasses.dataclass(frozen=True)
+class ModelReport:
+    """The report of one run.
+
+    Attributes:
+      mechanism: name of its attention score, and that it goes without the identity map where others
+        have it; of a model without a score its own.
+      size: number of blocks and their width, nothing of a model without.
+      split: that it was evaluated on.
+      accuracy: of its last evaluation, nan if none is recorded.
+      workdir: of the run.
+    """
+
+    mechanism: str
+    data: str
+    size: str
+    seed: int
+    split: str
+    accuracy: float
+    claims: Mapping[str, Claim]
+    workdir: Path
 
 
-def _slug(group: str) -> str:
-    return re.sub(r"\W+", "_", group)
+def read_report(workdir: str | Path) -> ModelReport:
+    """Reads what ``--mode=analyze`` left in the directory of a run."""
+    workdir = Path(workdir)
+    table, metrics, marks = (
+        workdir / name for name in ("report/claims.csv", "metrics.jsonl", "data.json")
+    )
+    if not table.exists():
+        raise FileNotFoundError(
+            f"expected a report, {table}, found none; run main.py --mode=analyze on it first"
+        )
+    with table.open(encoding="utf-8") as file:
+        claims = {row["name"]: Claim.from_row(row) for row in csv.DictReader(file)}
+    config = json.loads((workdir / "config.json").read_text())
+    model, split = config["model"], config["data"]["eval_split"]
+    if split == "eval":  # what it stands for depends on the set
+        split = [*json.loads(marks.read_text())][-1] if marks.exists() else "test"
+    without = model.get("score") == "adder" and model["identity"] == "off"
+    sized = "depth" in model and "width" in model
+    rows = map(json.loads, metrics.read_text().splitlines() if metrics.exists() else [])
+    return ModelReport(
+        mechanism=model.get("score", model.get("name")) + (" without identity" if without else ""),
+        data=config["data"]["name"],
+        size="{depth} blocks of width {width}".format_map(model) if sized else "",
+        seed=config["seed"],
+        split=split,
+        accuracy=[math.nan, *(r["eval/accuracy"] for r in rows if "eval/accuracy" in r)][-1],
+        claims=claims,
+        workdir=workdir,
+    )
 
 
-def _figure(group: str, name: str) -> str:
-    """Where a figure of a group's first run is, seen from the page."""
-    return f"images/claims/{_slug(group)}-{name}.png"
+_Groups = Mapping[str, Sequence[ModelReport]]
 
 
-def _verdict(claims: Sequence[Claim]) -> str | None:
-    """The verdict over the seeds of a mechanism; None where they differ and no interval decides."""
-    intervals = _intervals(claims)
+def _groups(reports: Sequence[ModelReport]) -> _Groups:
+    """Reports by mechanism, and by data set where there are several."""
+    several = len({report.data for report in reports}) > 1
+    groups: dict[str, list[ModelReport]] = {}
+    for report in reports:
+        name = report.mechanism + (f" on {report.data}" if several else "")
+        groups.setdefault(name, []).append(report)
+    return groups
+
+
+class Told(NamedTuple):
+    """A claim, and what was found by each mechanism that it was measured on.
+
+    Attributes:
+      claim: as the first of them has it.
+      figure: where it is, seen from the page.
+      decided: verdicts over the seeds, None where they differ and no interval decides.
+      verdicts: the same in words, with what they rest on.
+      numbers: of the first seed.
+    """
+
+    claim: Claim
+    figure: str
+    decided: Mapping[str, str | None]
+    verdicts: Mapping[str, str]
+    numbers: Mapping[str, str]
+
+
+def told_of(reports: Sequence[ModelReport]) -> list[Told]:
+    """Returns every claim in the order in which it is met, the first seed of a mechanism first.
+
+    Over the seeds of a mechanism a verdict is counted, or decided by the interval of what decides
+    it.
+    """
+    made: dict[str, dict[str, list[Claim]]] = {}
+    for group, of_group in _groups(reports).items():
+        for report in of_group:
+            for name, claim in report.claims.items():
+                made.setdefault(name, {}).setdefault(group, []).append(claim)
+    return [_told(groups) for groups in made.values()]
+
+
+def _told(made: Mapping[str, Sequence[Claim]]) -> Told:
+    measured = {g: [c for c in of if c.verdict != NOT_MEASURED] for g, of in made.items()}
+    found = {group: claims for group, claims in measured.items() if claims}
+    owner, (claim, *_) = next(iter((found or made).items()))
+    verdicts = {group: _decide(claims) for group, claims in found.items()}
+    return Told(
+        claim,
+        _figure(owner, claim.figure) if claim.figure else "",
+        {group: verdict for group, (verdict, _) in verdicts.items()},
+        {group: said for group, (_, said) in verdicts.items()},
+        {group: claims[0].number for group, claims in found.items()},
+    )
+
+
+def _decide(claims: Sequence[Claim]) -> tuple[str | None, str]:
+    """The verdict over the seeds of a mechanism, None where they differ and no interval decides;
+    and how the page says it.
+    """
+    counts, intervals = Counter(claim.verdict for claim in claims), _intervals(claims)
+    verdict = claims[0].verdict if len(counts) == 1 else None
     if any(low <= 0 <= high for low, high in intervals):
-        return NOT_DECIDED
-    if intervals and len({low > 0 for low, _ in intervals}) == 1:
-        return HOLDS if intervals[0][0] > 0 else DOES_NOT_HOLD
-    verdicts = {claim.verdict for claim in claims}
-    return verdicts.pop() if len(verdicts) == 1 else None
-
-
-def _counted(claims: Sequence[Claim]) -> str:
-    """The verdict, with the number of seeds that it rests on where these matter."""
-    verdict, seeds = _verdict(claims), len(claims)
-    if seeds == 1:
-        return f"{verdict} (1 seed)" if verdict == NOT_DECIDED else claims[0].verdict
-    if verdict and (intervals := _intervals(claims)):
+        verdict = NOT_DECIDED
+    elif len({low > 0 for low, _ in intervals}) == 1:
+        verdict = HOLDS if intervals[0][0] > 0 else DOES_NOT_HOLD
+    if verdict and intervals:
         margins = ", ".join(f"{low:.3g} to {high:.3g}" for low, high in intervals)
-        return f"{verdict} (margin {margins})"
-    counts = Counter(claim.verdict for claim in claims).most_common()
-    if len(counts) == 1:
-        return counts[0][0]
-    return "; ".join(f"{said} ({count}/{seeds})" for said, count in counts)
+        return verdict, f"{verdict} ({'1 seed' if len(claims) == 1 else f'margin {margins}'})"
+    counted = (f"{said} ({count}/{len(claims)})" for said, count in counts.most_common())
+    return verdict, verdict or "; ".join(counted)
 
 
 def _intervals(claims: Sequence[Claim]) -> list[tuple[float, float]]:
@@ -262,29 +180,81 @@ def _intervals(claims: Sequence[Claim]) -> list[tuple[float, float]]:
     return list(zip(mean - half, mean + half, strict=True))
 
 
+def claims_list(told: Sequence[Told]) -> str:
+    """Returns a list of the claims of each paper as Markdown, the verdict first."""
+    papers: dict[str, list[str]] = {}
+    for each in told:
+        paper, _, place = each.claim.source.partition(", ")
+        papers.setdefault(paper, []).append(_item(each, place))
+    return "\n\n".join("\n".join((f"### {paper}", "", *of)) for paper, of in papers.items())
+
+
+def _item(told: Told, place: str) -> str:
+    verdicts = {said.partition(" (margin")[0] for said in told.verdicts.values()} or {NOT_MEASURED}
+    verdict = verdicts.pop() if len(verdicts) == 1 else "differs between models"
+    numbers = set(told.numbers.values())
+    behind = ", ".join(filter(None, (place, numbers.pop() if len(numbers) == 1 else "")))
+    said = f"**{verdict[0].upper()}{verdict[1:]}**: {told.claim.statement}"
+    name = f"[`{told.claim.name}`]({told.figure})" if told.figure else f"`{told.claim.name}`"
+    return f"- {said} {name}" + (f" ({behind})" if behind else "")
+
+
+def by_model(told: Sequence[Told], field: str) -> str:
+    """Returns a table of the ``verdicts`` or ``numbers`` that differ, a column for each model."""
+    # What blocks and images spread over is in the reports.
+    short = lambda text: re.sub(r" \([^()]* to [^()]*\)", "", text) if field == "numbers" else text
+    cells = {
+        each.claim.name: {model: short(text) for model, text in getattr(each, field).items()}
+        for each in told
+    }
+    cells = {name: found for name, found in cells.items() if len(set(found.values())) > 1}
+    if not cells:
+        return ""
+    models = list(dict.fromkeys(model for each in told for model in each.verdicts))
+    lines = [["claim", *models], ["---"] * (1 + len(models))]
+    lines += [[name, *(found.get(m, "") for m in models)] for name, found in cells.items()]
+    return "\n".join(f"| {' | '.join(c.replace('|', '&#124;') for c in line)} |" for line in lines)
+
+
+def _slug(group: str) -> str:
+    return re.sub(r"\W+", "_", group)
+
+
+def _figure(group: str, name: str) -> str:
+    """Where a figure of a group's first run is, seen from the page."""
+    return f"images/claims/{_slug(group)}-{name}.png"
+
+
 def write_claims(
     workdirs: Sequence[str | Path], out: str | Path, contests: Sequence[Contest] = ()
 ) -> Path:
     """Writes the page of claims and copies the figures it shows beside it, to ``images/claims``."""
     reports, out = [read_report(workdir) for workdir in workdirs], Path(out)
     groups, told = _groups(reports), told_of(reports)
+    figures = {group: of[0].workdir / "report" / "figures" for group, of in groups.items()}
+    first = next(iter(groups))
+    each = lambda values: dict.fromkeys(filter(None, values))
     page = document.render(
         "claims.md",
         models=[
             (group, ", ".join(f"{report.accuracy:.4f}" for report in of_group))
             for group, of_group in groups.items()
         ],
-        size=", ".join(dict.fromkeys(report.size for report in reports if report.size)),
-        data=" and ".join(dict.fromkeys(report.data for report in reports)),
-        tally=_tally(groups),
+        size=", ".join(each(report.size for report in reports)),
+        data=" and ".join(each(report.data for report in reports)),
+        tally=_tally(told),
         commands=_commands(groups),
         claims=claims_list(told),
         verdicts=by_model(told, "verdicts"),
         numbers=by_model(told, "numbers"),
         contests=contests_table(contests) if contests else "",
-        gallery=_gallery(groups),
-        first=next(iter(groups)),
-        splits=", ".join(dict.fromkeys(report.split for report in reports)),
+        gallery=[
+            (text, _figure(first, name))
+            for name, text in _GALLERY.items()
+            if (figures[first] / f"{name}.png").exists()
+        ],
+        first=first,
+        splits=", ".join(each(report.split for report in reports)),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
@@ -293,27 +263,25 @@ def write_claims(
     images.mkdir(parents=True)
     with needs("report"):
         from PIL import Image
-    first = {_slug(group): of_group[0].directory / "figures" for group, of_group in groups.items()}
+    owners = {_slug(group): folder for group, folder in figures.items()}
     for owner, figure in sorted(set(re.findall(r"\(images/claims/(\w+?)-([\w-]+)\.png\)", page))):
         # With a palette, in figures of few colours a third of the bytes and no visible difference.
-        with Image.open(first[owner] / f"{figure}.png") as image:
+        with Image.open(owners[owner] / f"{figure}.png") as image:
             small = image.convert("RGB").quantize(256)
             small.save(images / f"{owner}-{figure}.png", optimize=True)
     return out
 
 
-def _tally(groups: _Groups) -> str:
+def _tally(told: Sequence[Told]) -> str:
     """How the claims stand, over all models that they were measured on."""
     kinds: Counter[str] = Counter()
-    for made in _by_name(groups):
-        verdicts = {_verdict(claims) for claims in _measured(made).values()} or {NOT_MEASURED}
+    for each in told:
+        verdicts = set(each.decided.values()) or {NOT_MEASURED}
         kind = verdicts.pop() or "differ between seeds"
         kind = "differ between models" if verdicts else kind
         kinds["hold under a condition" if kind.startswith("holds only") else kind] += 1
-    return ", ".join(f"{count} {_PLURAL.get(kind, kind)}" for kind, count in kinds.most_common())
-
-
-_PLURAL = {HOLDS: "hold", DOES_NOT_HOLD: "do not hold"}
+    plural = {HOLDS: "hold", DOES_NOT_HOLD: "do not hold"}
+    return ", ".join(f"{count} {plural.get(kind, kind)}" for kind, count in kinds.most_common())
 
 
 def _commands(groups: _Groups) -> list[tuple[str, str, str]]:
@@ -327,8 +295,9 @@ def _commands(groups: _Groups) -> list[tuple[str, str, str]]:
         for file in sorted(Path("results").glob(f"*/{packed.NAME}"))
         for name in packed.read_packed(file)[1]
     }
-    reports = reversed([*itertools.chain.from_iterable(groups.values())])  # the first ones win
-    dots = {(r.data, r.seed): r.workdir for r in reports if r.mechanism == "dot"}
+    reports = [report for of_group in groups.values() for report in of_group]
+    # Of several the first one.
+    dots = {(r.data, r.seed): r.workdir for r in reversed(reports) if r.mechanism == "dot"}
     lines = []
     for group, [report, *_] in groups.items():
         train = analyse = f"--config={report.workdir / 'config.json'} --workdir={report.workdir}"

@@ -5,21 +5,67 @@ for fast convergence, but is also for the high accuracy". That is a claim on run
 it is decided by comparisons, not by the report of one model.
 """
 
+import csv
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from adder_flax import packed
 from adder_flax.paired import Difference, holm, paired_difference, verdict
 from adder_flax.report._study import DOES_NOT_HOLD, HOLDS, NOT_DECIDED
-from adder_flax.report.runs import read_runs
 
-# What is right, of images or of phonemes, by the score that says where runs end.
-_RIGHT: dict[str, Callable[[float], float]] = {
-    "accuracy": lambda accuracy: accuracy,
-    "phoneme_error_rate": lambda wrong: 1 - wrong,
-}
+_TEST = "test_"
+
+
+class Run(NamedTuple):
+    """A final run, and its steps to the validation target; None where it never was there."""
+
+    score: float
+    steps: int
+    to_target: float | None
+
+
+class Runs(NamedTuple):
+    """Final runs of the arms of a comparison, by seed; an arm's name is its levels, with commas.
+
+    They are judged by a ``score`` on the test split.
+    """
+
+    folder: Path
+    score: str
+    arms: Mapping[str, Mapping[int, Run]]
+
+
+def read_runs(folder: str | Path) -> Runs:
+    """Reads the final runs of a comparison from ``runs.csv`` in the folder of its results."""
+    folder = Path(folder)
+    path = folder / "runs.csv"
+    if not path.exists():
+        raise FileNotFoundError(
+            f"expected results of a comparison, {path}, found none; write it by --mode=compare "
+            f"--config={folder / packed.NAME} --workers=0"
+        )
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            columns, *rows = filter(None, csv.reader(file))  # without empty lines
+        # Before them are factors, which may be called as another column is.
+        first = columns.index("seed")
+        (test,) = (name for name in columns[first:] if name.startswith(_TEST))
+        arms: dict[str, dict[int, Run]] = {}
+        for cells in rows:
+            row = dict(zip(columns[first:], cells[first:], strict=True))
+            reached = float(row["steps_to_target"]) if row["steps_to_target"] else None
+            run = Run(float(row[test]), int(row["steps"]), reached)
+            arms.setdefault(", ".join(cells[:first]), {})[int(row["seed"])] = run
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"expected numbers in the columns seed, {_TEST}…, steps and steps_to_target of {path}, "
+            f"got {type(error).__name__}: {error}; write it anew by --mode=compare --workers=0"
+        ) from error
+    return Runs(folder, test.removeprefix(_TEST), arms)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +81,8 @@ class Contest:
       adjusted: its p after Holm over all arms that the comparison holds against the first-order
         one.
       steps: of a run.
-      reached: steps in which the second-order arm was at the comparison's target, the median of its
-        baseline's validation scores at the end, of each seed; None where it never was.
+      reached: steps of each seed to the comparison's target, the median of its baseline's
+        validation scores at the end; None where second order never was there.
     """
 
     folder: Path
@@ -58,16 +104,16 @@ class Contest:
 def read_contest(folder: str | Path, second: str, first: str) -> Contest:
     """Reads two arms of a comparison, of second order and of first, from its ``runs.csv``."""
     runs = read_runs(folder)
-    if runs.score not in _RIGHT:
+    if runs.score not in ("accuracy", "phoneme_error_rate"):
         raise ValueError(
-            f"expected runs with a test score {' or '.join(_RIGHT)} in {runs.folder}, got "
+            f"expected runs with a test score accuracy or phoneme_error_rate in {runs.folder}, got "
             f"{runs.score}"
         )
-    right, baseline, scores = _RIGHT[runs.score], runs.arms.get(first, {}), {}
+    right = lambda run: run.score if runs.score == "accuracy" else 1 - run.score
+    baseline, scores = runs.arms.get(first, {}), {}
     for name, arm in runs.arms.items():
         if name != first and (seeds := sorted(arm.keys() & baseline.keys())):
-            ends = lambda of, seeds=seeds: [right(of[seed].score) for seed in seeds]
-            scores[name] = ends(arm), ends(baseline)
+            scores[name] = tuple([right(of[seed]) for seed in seeds] for of in (arm, baseline))
     if second not in scores:
         raise ValueError(
             f"expected runs of {second!r} and {first!r} on the same seeds in {runs.folder}, got "
@@ -93,12 +139,15 @@ def contests_table(contests: Sequence[Contest]) -> str:
     for contest in contests:
         found, (second, first) = contest.difference, map(statistics.mean, contest.scores)
         median = statistics.median(math.inf if at is None else at for at in contest.reached)
-        lines.append(
-            f"| [{contest.folder.name}](../results/{contest.folder.name}/results.md) | "
-            f"{contest.steps}, {found.pairs} | {contest.first}: {first:.4f} | "
-            f"{contest.second}: {second:.4f} | "
-            f"{found.mean:+.4f} ({found.low:+.4f} to {found.high:+.4f}; {contest.adjusted:.3f}) | "
-            f"{'not reached' if median == math.inf else f'{median:g}'} | "
-            f"{contest.verdict} |"
+        name = contest.folder.name
+        cells = (
+            f"[{name}](../results/{name}/results.md)",
+            f"{contest.steps}, {found.pairs}",
+            f"{contest.first}: {first:.4f}",
+            f"{contest.second}: {second:.4f}",
+            f"{found.mean:+.4f} ({found.low:+.4f} to {found.high:+.4f}; {contest.adjusted:.3f})",
+            "not reached" if median == math.inf else f"{median:g}",
+            contest.verdict,
         )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -36,9 +36,8 @@ class SecondOrderTerms:
       loss: L(θ).
       change: L(θ + δ) − L(θ) = odd + even.
       odd: (L(θ + δ) − L(θ − δ)) / 2, the first-order term and all higher odd ones.
-      even: (L(θ + δ) + L(θ − δ)) / 2 − L(θ), the second-order term and all higher even ones. At a
-        kink, as those of |x − w|, the slope changes without a Hessian to show it: this term has
-        that, ``second`` does not.
+      even: (L(θ + δ) + L(θ − δ)) / 2 − L(θ), the second-order term and all higher even ones. It has
+        the change of slope at a kink, as those of |x − w|, which ``second`` has not.
       first: ∇L·δ, nan if derivatives were not asked for.
       second: ½ δᵀ H δ with H the Hessian where the loss has one, nan likewise.
     """
@@ -118,17 +117,12 @@ def second_order_along(
       run: from :func:`adder_flax.training.build_run`.
       state: of that run, e.g. from ``run.init()`` or a checkpoint; it stays as it is.
       num_steps: how many steps to take.
-      every: steps whose number is a multiple of this are measured.
+      every: steps whose number is a multiple of this are measured, if their learning rate is not 0.
       derivatives: whether to compute ``first`` and ``second``. With adder layers, which need plain
         XLA for it, that takes minutes to compile and ten steps' time for each step; without, a
         step's time.
-
-    Yields:
-      One :class:`SecondOrderStep` for each measured step; steps whose learning rate is 0 are left
-      out.
     """
-    # Here because they load libraries of training (checkpoints, TensorBoard) that the rest of the
-    # report does without.
+    # Training loads libraries (checkpoints, TensorBoard) that the rest of the report does without.
     from adder_flax.training.sharding import put_batch
 
     model: Any = run.model(state["params"])
@@ -142,11 +136,17 @@ def second_order_along(
         with jax.set_mesh(run.mesh):  # as the trainer does, so that its compiled step serves
             new_state, _ = run.train_step(jax.tree.map(jnp.copy, state), batch, run.hyper)
         if step % every == 0 and learning_rate > 0:
-            options: dict[str, Any] = dict(graphdef=looped, program=run.program)
-            options["categorical"] = run.task.likelihood == "categorical"
-            options["derivatives"] = derivatives
-            both = state["params"], new_state["params"]
-            terms, kl = _terms_along(*both, batch, jnp.int32(step), run.hyper, **options)
+            terms, kl = _terms_along(
+                state["params"],
+                new_state["params"],
+                batch,
+                jnp.int32(step),
+                run.hyper,
+                graphdef=looped,
+                program=run.program,
+                derivatives=derivatives,
+                categorical=run.task.likelihood == "categorical",
+            )
             numbers = {name: float(term) for name, term in (vars(terms) | {"kl": kl}).items()}
             yield SecondOrderStep(step=step, learning_rate=learning_rate, **numbers)
         state = new_state

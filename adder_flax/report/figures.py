@@ -1,7 +1,5 @@
-"""Figures of runs and studies: training curves, where networks look on images, alignments, XOR
-alignment, second-order terms.
+"""Figures of runs and studies, as Matplotlib objects without pyplot's global state.
 
-Figures are Matplotlib objects without pyplot's global state; :func:`save_figure` writes them.
 Matplotlib is imported when a figure is asked for, not before.
 """
 
@@ -33,12 +31,9 @@ if TYPE_CHECKING:
     from adder_flax.data import ImageSource
     from adder_flax.tasks import Task
 
-# Attention over uniform from which a region is worth an outline; below it the outline would trace
-# noise.
-_PREFERENCE = 1.5
+_PREFERENCE = 1.5  # attention over uniform below which an outline would trace noise
 _SHOWN_IMAGES = 6
 _CAPTION_WIDTH = 29  # characters below a picture
-_SPLITS = ("train", "eval")
 
 
 def curves_figure(
@@ -69,16 +64,13 @@ def curves_figure(
       ['cross-entropy (nats)', 'accuracy (%)']
     """
     wanted = (("loss", loss, 1, False), (score, f"{score.replace('_', ' ')} (%)", 100, largest))
-    panels = [
-        panel
-        for panel in wanted[: 1 if score == "loss" else 2]
-        if any(f"{split}/{panel[0]}" in row for row in metrics for split in _SPLITS)
-    ]
+    keys = sorted({key for row in metrics for key in row})
+    there = lambda name: f"train/{name}" in keys or f"eval/{name}" in keys
+    panels = [panel for panel in wanted[: 1 if score == "loss" else 2] if there(panel[0])]
     if not panels:
-        keys = sorted({key for row in metrics for key in row}) or "no keys"
         raise ValueError(
             f"expected rows with 'train/loss', 'train/{score}', 'eval/loss' or 'eval/{score}'; got "
-            f"{len(metrics)} rows with {keys}. Pass the rows of a run's metrics.jsonl."
+            f"{len(metrics)} rows with {keys or 'no keys'}. Pass the rows of a run's metrics.jsonl."
         )
     figure, axes = _style.new_figure(4.6 * len(panels), 3.4, 1, len(panels))
     for axis, (name, label, scale, up) in zip(axes[0], panels, strict=True):
@@ -86,7 +78,7 @@ def curves_figure(
         unit = " %" if scale == 100 else ""
         _draw_evaluation(axis, *_series(metrics, f"eval/{name}", scale), largest=up, unit=unit)
         corner = "lower right" if up else "upper right"
-        _style.dress(axis, xlabel="training step", ylabel=label, legend_at=corner)
+        _style.dress(axis, "training step", label, legend_at=corner)
     return _style.headline(figure, title)
 
 
@@ -100,12 +92,10 @@ def _series(
 
 def _draw_training(axis: "Axes", steps: np.ndarray, values: np.ndarray) -> None:
     """Faint single values, and over them their running mean where there are enough to need one."""
-    if not len(steps):
-        return
-    line = {**_style.LINES[1], "marker": None}
-    window = max(1, len(values) // 40)
+    line, window = {**_style.LINES[1], "marker": None}, max(1, len(values) // 40)
     if window == 1:
-        axis.plot(steps, values, **line, linewidth=1.4, label="training")
+        if len(steps):
+            axis.plot(steps, values, **line, linewidth=1.4, label="training")
         return
     axis.plot(steps, values, color="#c4c4c4", linewidth=0.7, label="training, single batches")
     finite = np.isfinite(values)
@@ -156,9 +146,8 @@ def alignment_figure(
     """Where a sequence model looks while it writes: a panel for each pair of sequences.
 
     Args:
-      sources: symbols that were read.
-      targets: symbols that were written, a row each.
-      maps: how much of each source symbol each target symbol looks at.
+      sources, targets: symbols that were read and written.
+      maps: how much of each source symbol each target symbol, a row, looks at.
       title: above all.
 
     Example:
@@ -189,7 +178,7 @@ def attention_figure(
     **options: Any,
 ) -> "Figure":
     """Where the class token looks, drawn over the images: a row for each image, a column for each
-    block (and head).
+    block.
 
     Brightness is attention relative to uniform, on one scale for each panel, given below it; the
     line encloses the patches that hold half of the attention. The identity map, if the maps have
@@ -217,7 +206,6 @@ def comparison_figure(
     models: Mapping[str, Sequence[Float[AnyArray, "image head token token"]]],
     *,
     blocks: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
     prefix_tokens: int = 1,
     class_token: bool = True,
     with_rollout: bool = False,
@@ -227,17 +215,15 @@ def comparison_figure(
 
     Args:
       images: as for :func:`attention_figure`.
-      models: the maps of each model under its name, as for :func:`attention_figure`; equally many
-        blocks.
+      models: by name the maps of each, as for :func:`attention_figure`; equally many blocks.
       blocks: which to show; by default the first, a middle one and the last.
-      heads: which heads to show, a column each; by default their mean.
       prefix_tokens, class_token: see :func:`adder_flax.measures.maps.patch_attention`; without a
         class token the mean over the patches' rows is shown.
       with_rollout: add a last column with :func:`rollout` through all blocks.
       captions: a line for each image, e.g. "label 3, predicted 8".
 
     Raises:
-      ValueError: if images and maps differ in number, or the patches do not tile the image.
+      ValueError: as of :func:`attention_figure`.
 
     Example:
       >>> uniform = np.full((2, 3, 17, 17), 1 / 17)
@@ -257,11 +243,8 @@ def comparison_figure(
             )
         columns[name] = {}
         for block in sorted({0, len(maps) // 2, len(maps) - 1}) if blocks is None else blocks:
-            weights = patch_attention(maps[block], **tokens)
-            if heads is None:
-                columns[name][f"block {block + 1}, mean of heads"] = weights.mean(1)
-            for head in heads or ():
-                columns[name][f"block {block + 1}, head {head + 1}"] = weights[:, head]
+            weights = patch_attention(maps[block], **tokens).mean(1)
+            columns[name][f"block {block + 1}, mean of heads"] = weights
         if with_rollout:
             columns[name]["rollout, all blocks"] = patch_attention(rollout(maps), **tokens)
     rows, count = len(images) * len(columns), len(next(iter(columns.values()))) + 1
@@ -286,8 +269,7 @@ def xor_figure(accuracies: Mapping[str, Float[np.ndarray, " seeds"]]) -> "Figure
     >>> len(xor_figure({"bilinear": np.array([0.5, 0.75]), "additive": np.ones(2)}).axes)
     2
     """
-    figure, axes = _style.new_figure(8.2, 3.2, 1, 2)
-    axis, parameters = axes[0]
+    figure, [[axis, parameters]] = _style.new_figure(8.2, 3.2, 1, 2)
     for position, (line, values) in enumerate(zip(_style.LINES, accuracies.values(), strict=False)):
         offsets = position + np.linspace(-0.2, 0.2, len(values))
         marks = {**line, "linestyle": "none", "fillstyle": "none", "markersize": 6}
@@ -300,14 +282,14 @@ def xor_figure(accuracies: Mapping[str, Float[np.ndarray, " seeds"]]) -> "Figure
     axis.set_xticks(range(len(accuracies)), list(accuracies))
     axis.set_ylim(30, 104)
     _style.dress(axis, ylabel="right pairs (%)", title="XOR task, one mark a start")
-    widths = np.arange(1, 81)
-    counts = np.array([score_parameters(64, 128, int(width)) for width in widths])
-    series = {"bilinear": counts[:, 0], "additive": counts[:, 1]}
+    widths = range(1, 81)
+    counts = np.transpose([score_parameters(64, 128, width) for width in widths])
+    series = dict(zip(("bilinear", "additive"), counts, strict=True))
     _style.draw_lines(parameters, widths, series, marker=None, linewidth=1.5)
     parameters.axvline(8192 / 193, color=_style.GREY, linestyle=":", linewidth=1)
     parameters.text(8192 / 193 + 1, 500, "42.4", **text)
-    titles = dict(ylabel="parameters", title="widths 64 and 128", legend_at="upper left")
-    _style.dress(parameters, xlabel="hidden width d_a", **titles)
+    labels = "hidden width d_a", "parameters", "widths 64 and 128"
+    _style.dress(parameters, *labels, legend_at="upper left")
     return figure
 
 
@@ -331,8 +313,7 @@ def second_order_figure(studies: Mapping[str, Sequence[SecondOrderStep]]) -> "Fi
         _style.draw_lines(axis, number, computed, markevery=max(1, len(steps) // 12))
         axis.axhline(0, color=_style.GREY, linewidth=0.8)
         _style.whole_ticks(axis)
-        label = "nats" if axis is axes[0, 0] else ""
-        _style.dress(axis, xlabel="training step", ylabel=label, title=title)
+        _style.dress(axis, "training step", "nats" if axis is axes[0, 0] else "", title)
     _style.legend(axes[0, 0])
     return figure
 
@@ -343,26 +324,19 @@ def _draw_attention(axis: "Axes", image: np.ndarray, weights: np.ndarray, title:
 
     relative = weights.reshape(patch_grid(image.shape, weights.size)) * weights.size
     rows, columns = relative.shape
-    cubic = Image.fromarray(relative.astype(np.float32)).resize(
-        (8 * columns, 8 * rows), Image.Resampling.BICUBIC
-    )
-    smooth = np.maximum(np.asarray(cubic), 0.0)
+    size, coarse = (8 * columns, 8 * rows), Image.fromarray(relative.astype(np.float32))
+    smooth = np.maximum(np.asarray(coarse.resize(size, Image.Resampling.BICUBIC)), 0.0)
     height, width = image.shape[:2]
     extent = (-0.5, width - 0.5, height - 0.5, -0.5)
     axis.imshow(_grey(image), cmap="gray", vmin=0, vmax=1, extent=extent)
-    # The scale reaches at least twice uniform, so that an indifferent map looks flat and not
-    # bright.
-    axis.imshow(
-        smooth, cmap=_style.HEAT, alpha=0.72, extent=extent, vmin=0, vmax=max(2.0, smooth.max())
-    )
+    top = max(2.0, smooth.max())  # so that an indifferent map looks flat and not bright
+    axis.imshow(smooth, cmap=_style.HEAT, alpha=0.72, extent=extent, vmin=0, vmax=top)
     if relative.max() > _PREFERENCE:
         # What lies above this value sums to half of everything.
         ordered = np.sort(smooth, axis=None)[::-1]
         level = ordered[np.searchsorted(np.cumsum(ordered), ordered.sum() / 2)]
-        y, x = (
-            (np.arange(count) + 0.5) * side / count - 0.5
-            for count, side in zip(smooth.shape, (height, width), strict=True)
-        )
+        middles = lambda count, side: (np.arange(count) + 0.5) * side / count - 0.5
+        y, x = map(middles, smooth.shape, (height, width))
         axis.contour(x, y, smooth, [level], colors="black", linewidths=2.2)
         axis.contour(x, y, smooth, [level], colors="white", linewidths=1.0)
     _style.bare(axis, title=title, note=f"{relative.min():.2f} to {relative.max():.2f} × uniform")

@@ -4,6 +4,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from flax import nnx
@@ -11,38 +12,23 @@ from jaxtyping import Float, Int
 
 from adder_flax.arrays import AnyArray
 from adder_flax.errors import first_line
-from adder_flax.report import document
+from adder_flax.report import _study, document
 from adder_flax.report import families as _families  # noqa: F401 - they register themselves
 from adder_flax.report._families import CLAIMS, Section
-from adder_flax.report._study import (
-    HOLDS,
-    NOT_MEASURED,
-    AnyStudy,
-    Claim,
-    Findings,
-    Picture,
-    observe,
-    probe,
-    study_images,
-)
 from adder_flax.report.expansion import SecondOrderStep
 from adder_flax.text import printable
 
-_Sections = Mapping[Section, tuple[Sequence[Claim], Sequence[Picture]]]
+_Sections = Mapping[Section, tuple[Sequence[_study.Claim], Sequence[_study.Picture]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What :func:`write_report` leaves behind.
-
-    Attributes:
-      page: ``report.html``, self-contained.
-      claims: every claim with its verdict, as in ``claims.csv``.
-      files: all files written.
+    """What :func:`write_report` leaves behind: ``report.html``, every claim with its verdict, as in
+    ``claims.csv``, and all files written.
     """
 
     page: Path
-    claims: Sequence[Claim]
+    claims: Sequence[_study.Claim]
     files: Sequence[Path]
 
 
@@ -62,7 +48,7 @@ def write_report(
     peak_learning_rate: float = float("nan"),
     families: Sequence[str] | None = None,
 ) -> Report:
-    r"""Measures the papers' claims on a model and writes the report.
+    """Measures the papers' claims on a model and writes the report.
 
     ``out_dir`` gets ``report.html`` (figures inside, nothing from the network), ``figures/*.png``
     and ``*.svg``, ``data/*.csv`` or ``*.npz`` with the numbers behind each figure, and
@@ -76,9 +62,8 @@ def write_report(
       pictures: the same images for people, uint8 or floats in [0, 1]; by default ``images``
         stretched to [0, 1].
       label_names: names of the classes, in captions.
-      name: of the model.
+      name, baseline_name: of the models.
       baseline: another model for the same images, to compare with.
-      baseline_name: its name.
       untrained: the same model before training.
       second_order: steps from :func:`second_order_along`, by where in training they are.
       peak_learning_rate: of the training, to which these steps are scaled.
@@ -90,18 +75,16 @@ def write_report(
 
     Example::
 
-      report = write_report(
-          model, normalize(images), labels, "report", pictures=images, untrained=fresh_model
-      )
-      print(*(f"{claim.name}: {claim.verdict}" for claim in report.claims), sep="\n")
+      report = write_report(model, normalize(images), labels, "report", pictures=images)
+      print([f"{claim.name}: {claim.verdict}" for claim in report.claims])
     """
-    look = lambda name, model: None if model is None else observe(name, model, images)
+    look = lambda name, model: None if model is None else _study.observe(name, model, images)
     if pictures is None:
         pictures = np.asarray(images - np.min(images)) / max(float(np.ptp(images)), 1e-12)
-    study = study_images(
-        observe(name, model, images),
+    study = _study.study_images(
+        _study.observe(name, model, images),
         labels,
-        probe(model, [images], labels),
+        _study.probe(model, [images], labels),
         baseline=look(baseline_name, baseline),
         untrained=look("untrained", untrained),
         pictures=pictures,
@@ -113,12 +96,13 @@ def write_report(
 
 
 def write_study(
-    study: AnyStudy, out_dir: str | Path, *, families: Sequence[str] | None = None
+    study: Any, out_dir: str | Path, *, families: Sequence[str] | None = None
 ) -> Report:
     """Judges claims on what was observed, and writes the report as :func:`write_report` does.
 
     Args:
-      study: of whatever kind.
+      study: of whatever kind: its ``subject`` has a ``name``, and ``about()`` says what was looked
+        at.
       out_dir: where to.
       families: by default all that are made for this kind of study.
 
@@ -134,23 +118,19 @@ def write_study(
             "them out"
         )
     out_dir, sections = Path(out_dir), _measure(study, families)
-    files = [
-        path
-        for _, pictures in sections.values()
-        for picture in pictures
-        for path in document.write_picture(picture, out_dir)
-    ]
     claims = [claim for of_section, _ in sections.values() for claim in of_section]
+    pictures = [picture for _, of_section in sections.values() for picture in of_section]
+    files = [path for picture in pictures for path in document.write_picture(picture, out_dir)]
     table, page = out_dir / "claims.csv", out_dir / "report.html"
     rows = [claim.row() for claim in claims]
-    fields = [field.name for field in dataclasses.fields(Claim)]
+    fields = [field.name for field in dataclasses.fields(_study.Claim)]
     document.write_csv(table, {field: [row[field] for row in rows] for field in fields})
     page.write_text(_page(study, sections, out_dir), encoding="utf-8")
     return Report(page, claims, [*files, table, page])
 
 
-def _measure(study: AnyStudy, families: Sequence[str]) -> _Sections:
-    sections: dict[Section, tuple[list[Claim], list[Picture]]] = {}
+def _measure(study: Any, families: Sequence[str]) -> _Sections:
+    sections: dict[Section, tuple[list[_study.Claim], list[_study.Picture]]] = {}
     for name in families:
         claims, pictures = sections.setdefault(CLAIMS.get(name).section, ([], []))
         found = _findings(name, study)
@@ -159,7 +139,7 @@ def _measure(study: AnyStudy, families: Sequence[str]) -> _Sections:
     return sections
 
 
-def _findings(name: str, study: AnyStudy) -> Findings:
+def _findings(name: str, study: Any) -> _study.Findings:
     family = CLAIMS.get(name)
     try:
         return family.measure(study)
@@ -168,7 +148,9 @@ def _findings(name: str, study: AnyStudy) -> Findings:
         reason = printable(f"{type(error).__name__}: {first_line(error)}")
         finding = f"On this model its numbers cannot be computed ({reason})."
         statement = f"The claims of {name}."
-        return Findings([family.section.claim(name, "", statement, NOT_MEASURED, "", finding)], [])
+        return _study.Findings(
+            [family.section.claim(name, "", statement, _study.NOT_MEASURED, "", finding)], []
+        )
 
 
 # {kind of verdict: (its sign, how many there are)}
@@ -180,13 +162,14 @@ _KINDS = {
 }
 
 
-def _kind(claim: Claim) -> str:
-    kinds = {HOLDS: "yes", NOT_MEASURED: "open"}
-    return kinds.get(claim.verdict, "partly" if claim.verdict.startswith(HOLDS) else "no")
+def _kind(claim: _study.Claim) -> str:
+    kinds = {_study.HOLDS: "yes", _study.NOT_MEASURED: "open"}
+    return kinds.get(claim.verdict, "partly" if claim.verdict.startswith(_study.HOLDS) else "no")
 
 
-def _page(study: AnyStudy, sections: _Sections, out_dir: Path) -> str:
+def _page(study: Any, sections: _Sections, out_dir: Path) -> str:
     count = Counter(_kind(claim) for claims, _ in sections.values() for claim in claims)
+    tally = [f"{count[kind]} {of}" for kind, (_, of) in _KINDS.items() if count[kind]]
     shown = [
         (
             section,
@@ -199,8 +182,7 @@ def _page(study: AnyStudy, sections: _Sections, out_dir: Path) -> str:
         "report.html",
         title=f"{study.subject.name}: claims and measurements",
         name=study.subject.name,
-        tally=", ".join(f"{count[kind]} {of}" for kind, (_, of) in _KINDS.items() if count[kind])
-        or "no claims",
+        tally=", ".join(tally) or "no claims",
         about=study.about(),
         sections=shown,
     )

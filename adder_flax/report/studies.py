@@ -9,17 +9,9 @@ from flax import nnx
 
 from adder_flax.parameters import has_prototypes
 from adder_flax.registry import Registry
-from adder_flax.report._sequences import SequenceStudy, observe_sequences
-from adder_flax.report._study import (
-    Answers,
-    AnyStudy,
-    ImageStudy,
-    Probe,
-    observe,
-    probe,
-    study_images,
-)
+from adder_flax.report import _study
 from adder_flax.report.expansion import second_order_along
+from adder_flax.report.families.alignments import SequenceStudy, observe_sequences
 from adder_flax.text import printable
 
 if TYPE_CHECKING:
@@ -52,7 +44,7 @@ class Trained(NamedTuple):
         return self.run.model(evaluation_params(self.state))
 
 
-MakeStudy = Callable[[Trained, Trained | None], AnyStudy]
+MakeStudy = Callable[[Trained, Trained | None], Any]
 
 STUDIES: Registry[MakeStudy] = Registry(
     "task whose runs can be analyzed", "adder_flax.report.register_study"
@@ -64,8 +56,8 @@ def register_study(task: str) -> Callable[[MakeStudy], MakeStudy]:
     """Lets ``--mode=analyze`` report on the runs of a task.
 
     Decorates ``make(trained, baseline) → study``, where ``baseline`` is another run on the same
-    data, or None. The report has the families of claims that are made for such a study, see
-    `register_claims`.
+    data, or None, and the study is as `write_study` has it. The report has the families of claims
+    that are made for such a study, see `register_claims`.
     """
     return lambda make: STUDIES.register(task, make, origin=(make.__module__, make.__qualname__))
 
@@ -73,7 +65,7 @@ def register_study(task: str) -> Callable[[MakeStudy], MakeStudy]:
 @register_study("classification")
 @register_study("distillation")
 @register_study("healing")
-def study_classification(trained: Trained, baseline: Trained | None) -> ImageStudy:
+def study_classification(trained: Trained, baseline: Trained | None) -> _study.ImageStudy:
     """Looks at a classifier on the first images of the evaluation split, and at training steps."""
     from adder_flax.data import ImageSource, require_kind  # figures are drawn without data
 
@@ -81,15 +73,16 @@ def study_classification(trained: Trained, baseline: Trained | None) -> ImageStu
     source = require_kind(ImageSource, run.eval_source, "this report")
     batch, start = source.first(_IMAGES), run.init()
     (images,) = map(np.asarray, run.task.inputs(batch))
+    look = lambda name, model: _study.observe(name, model, images)
     options: Any = dict(num_steps=_STUDIED_STEPS, derivatives=not has_prototypes(model))
     steps = lambda state: list(second_order_along(run, state, **options))
     starts = {"from the start": start, "from the checkpoint": trained.state}
-    return study_images(
-        observe(trained.name, model, images),
+    return _study.study_images(
+        look(trained.name, model),
         batch["label"],
         _probe(run, model, source),
-        baseline=None if baseline is None else observe(baseline.name, baseline.model, images),
-        untrained=observe("untrained", run.model(start["params"]), images),
+        baseline=None if baseline is None else look(baseline.name, baseline.model),
+        untrained=look("untrained", run.model(start["params"])),
         pictures=batch["image"],
         label_names=source.label_names,
         # What is in few bits does not train.
@@ -99,16 +92,16 @@ def study_classification(trained: Trained, baseline: Trained | None) -> ImageStu
     )
 
 
-def _probe(run: "Run", model: nnx.Module, source: Any) -> Probe:
+def _probe(run: "Run", model: nnx.Module, source: Any) -> _study.Probe:
     """Returns the model on the first images, in batches of those that the report looks at."""
     wanted = _PROBED_IMAGES if source.image_shape[0] <= _PHOTOGRAPH else _OF_PHOTOGRAPHS
     count = min(wanted, len(source)) // _IMAGES * _IMAGES or len(source)
     batch = source.first(count)
     (images,) = map(np.asarray, run.task.inputs(batch))
-    return probe(model, np.split(images, max(1, count // _IMAGES)), batch["label"])
+    return _study.probe(model, np.split(images, max(1, count // _IMAGES)), batch["label"])
 
 
-def _answers(run: "Run", model: nnx.Module, source: Any) -> Answers:
+def _answers(run: "Run", model: nnx.Module, source: Any) -> _study.Answers:
     """Returns what a model answers on the whole split; of records that cannot be read, nothing."""
     from adder_flax.data import EvalPipeline
 
@@ -124,7 +117,7 @@ def _answers(run: "Run", model: nnx.Module, source: Any) -> Answers:
     names = [printable(name, limit=60) for name in source.label_names]
     pictures = lambda records: source.read(records)[0]["image"]
     joined = map(np.concatenate, (probabilities, labels, records))
-    return Answers(*joined, names=names, pictures=pictures)
+    return _study.Answers(*joined, names=names, pictures=pictures)
 
 
 @register_study("transduction")

@@ -10,20 +10,15 @@ import jax
 from flax import nnx
 
 from adder_flax import ops
-from adder_flax.counting.energy import HOROWITZ_45NM, EnergyTable, energy
+from adder_flax.counting.energy import HOROWITZ_45NM, energy
 from adder_flax.counting.operations import Operations, count_operations
 from adder_flax.text import si
 
 
 @dataclasses.dataclass(frozen=True)
 class SummaryRow:
-    """One part of a model.
-
-    Attributes:
-      part: its name, "total" in the last row.
-      parameters: trained numbers in it.
-      operations: what one example takes in it.
-      joules: modelled energy of that arithmetic.
+    """A part of a model ("total" in the last row): how many numbers are trained in it, and what one
+    example takes, with the modelled energy of that arithmetic.
     """
 
     part: str
@@ -32,9 +27,7 @@ class SummaryRow:
     joules: float
 
 
-def summary_rows(
-    model: nnx.Module, *inputs: jax.ShapeDtypeStruct, table: EnergyTable = HOROWITZ_45NM
-) -> list[SummaryRow]:
+def summary_rows(model: nnx.Module, *inputs: jax.ShapeDtypeStruct) -> list[SummaryRow]:
     """One row per part of a model in the order of the forward pass, then the total.
 
     Nothing is computed: the model may be abstract (``nnx.eval_shape``).
@@ -44,7 +37,6 @@ def summary_rows(
         the beginning of a path (``*`` stands for any word, the first that fits counts), in the
         order of the rows; what they leave out goes under its top-level name.
       *inputs: shapes of what it is called with, for a batch of one.
-      table: energies of single operations.
 
     Example:
       >>> from adder_flax.models import VisionTransformer
@@ -64,21 +56,18 @@ def summary_rows(
     layers: dict[str, list[Operations]] = {}
     for name, layer in counted.layers.items():
         layers.setdefault(_part(tuple(name.split(".")), names), []).append(layer)
-    parts = [*dict.fromkeys((*names.values(), *parameters, *layers))]
     rows = [
         (part, parameters[part], Operations.total(layers.get(part, [])))
-        for part in parts
+        for part in dict.fromkeys((*names.values(), *parameters, *layers))
         if part in parameters or part in layers
     ]
     rows.append(("total", parameters.total(), counted))
-    return [SummaryRow(*row, _joules(row[-1], table)) for row in rows]
+    return [SummaryRow(*row, energy(row[-1]).total_arithmetic_joules) for row in rows]
 
 
-def summary_text(
-    model: nnx.Module, *inputs: jax.ShapeDtypeStruct, table: EnergyTable = HOROWITZ_45NM
-) -> str:
+def summary_text(model: nnx.Module, *inputs: jax.ShapeDtypeStruct) -> str:
     """:func:`summary_rows` as an aligned table of plain text, its conventions below."""
-    rows = summary_rows(model, *inputs, table=table)
+    rows = summary_rows(model, *inputs)
     cells = [["part", "parameters", "multiplications", "additions", "exponentials", "energy"]]
     for row in rows:
         of = row.operations
@@ -90,25 +79,25 @@ def summary_text(
         for part, *numbers in cells
     ]
     lines.insert(-1, "-" * len(lines[0]))
-    return "\n".join([*lines, *_notes(rows[-1], table)])
-
-
-def _notes(total: SummaryRow, table: EnergyTable) -> list[str]:
-    notes = [f"for one example, forward; energy of the arithmetic alone, modelled: {table.name}"]
-    if elements := total.operations.l1_elements:
-        fewer = total.operations.with_one_addition_per_l1_element()
-        notes.append(
-            f"an adder element |x - w| is 2 additions ({si(elements)} elements); "
-            f"at 1 addition: {si(fewer.additions)} additions, {si(_joules(fewer, table))}J"
+    lines.append(
+        f"for one example, forward; energy of the arithmetic alone, modelled: {HOROWITZ_45NM.name}"
+    )
+    total = rows[-1].operations
+    if total.l1_elements:
+        fewer = total.with_one_addition_per_l1_element()
+        lines.append(
+            f"an adder element |x - w| is 2 additions ({si(total.l1_elements)} elements); at 1 "
+            f"addition: {si(fewer.additions)} additions, "
+            f"{si(energy(fewer).total_arithmetic_joules)}J"
         )
-    least, most = energy(total.operations, table).memory_joules["DRAM"]
-    notes.append(
+    least, most = energy(total).memory_joules["DRAM"]
+    lines.append(
         f"memory traffic, if all of it were DRAM: {si(least)}J (weights, example) to {si(most)}J "
         "(each operation)"
     )
-    if total.operations.uncounted:
-        notes.append(f"not counted: {dict(total.operations.uncounted)}")
-    return notes
+    if total.uncounted:
+        lines.append(f"not counted: {dict(total.uncounted)}")
+    return "\n".join(lines)
 
 
 def _part(path: tuple[Any, ...], names: Mapping[str, str]) -> str:
@@ -119,7 +108,3 @@ def _part(path: tuple[Any, ...], names: Mapping[str, str]) -> str:
         if len(wanted) <= len(words) and all(fits):
             return part
     return words[0] or "elsewhere"
-
-
-def _joules(operations: Operations, table: EnergyTable) -> float:
-    return energy(operations, table).total_arithmetic_joules

@@ -15,7 +15,7 @@ from adder_flax.compare.figures import forest, profiles
 from adder_flax.compare.table import about, cautions, costs, finding, rows_of, runs_csv, scores
 from adder_flax.compare.trivial import add_trivial, read_trivial
 from adder_flax.data import load_source
-from adder_flax.report.runs import read_runs
+from adder_flax.report.contests import read_runs
 from tests.compare.tiny import make_config, page_of_records
 
 RATE = "optimizer.learning_rate"

@@ -9,9 +9,8 @@ import pytest
 from PIL import Image
 
 from adder_flax import packed
-from adder_flax.report import claims
+from adder_flax.report import Claim, claims
 from adder_flax.report.claims import by_model, claims_list, read_report, told_of, write_claims
-from adder_flax.report.page import Claim
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ def test_attention_is_drawn_where_the_patch_is():
     maps = np.full((1, 1, 5, 5), 0.01)
     maps[..., 0, 2] = 0.96  # patch 1 of a 2×2 grid: top right
     maps /= maps.sum(-1, keepdims=True)
-    figure = attention_figure(np.zeros((1, 4, 4, 3)), [maps], heads=[0])
+    figure = attention_figure(np.zeros((1, 4, 4, 3)), [maps])
     drawn = heat(figure, 1)
     (top, bottom), half = np.vsplit(drawn, 2), drawn.shape[1] // 2
     assert drawn[0, -1] == pytest.approx(drawn.max(), rel=0.1)
@@ -117,13 +117,6 @@ def test_where_a_model_with_registers_looks_is_drawn_from_its_patches():
         # Cubic interpolation has its extremes in the patches with the most and the least.
         corners = drawn[[0, 0, -1, -1], [0, -1, 0, -1]]
         assert corners.argsort().tolist() == weights[0].argsort().tolist()
-
-
-def test_heads_get_columns_of_their_own():
-    options = dict(heads=[0, 2], prefix_tokens=0)
-    figure = attention_figure(np.zeros((1, 8, 8, 1)), [maps_of(1, 3, 16, 16)], **options)
-    titles = [axis.get_title() for axis in figure.axes]
-    assert titles == ["image", "block 1, head 1", "block 1, head 3"]
 
 
 def test_models_are_side_by_side_and_share_an_image():

@@ -18,17 +18,7 @@ from adder_flax.report import NOT_MEASURED, SecondOrderStep, page, write_report
 from adder_flax.report._families import ADDER, CLAIMS, register_claims
 from adder_flax.report._study import Answers, Claim, Findings, Probe, Study, observe, probe
 from adder_flax.report.bypass import without_heads
-from adder_flax.report.families import (
-    answers,
-    fisher,
-    heads,
-    maps,
-    motion,
-    proposition_1,
-    second_order_term,
-    theorem_1,
-    walk,
-)
+from adder_flax.report.families import adder, answers, maps, motion, second_order, walk
 from adder_flax.report.families.energy import SIZES as SIZES_OF_DEIT
 from adder_flax.report.families.energy import VARIANTS, deit_operations, in_bytes
 from tests.report.small import SIZES
@@ -260,7 +250,7 @@ def test_proposition_holds_for_symmetric_positive_maps_and_not_for_cycles():
     def judged(matrix, *names):
         maps = np.broadcast_to(matrix, subject.maps[0].shape)
         changed = with_blocks(subject, lambda _: {"map": maps})
-        found = verdicts(proposition_1.judge(study_of(changed)))
+        found = verdicts(adder.judge_proposition_1(study_of(changed)))
         return {found[name] for name in ("maps-symmetric", "proposition-1-shift", *names)}
 
     positive = 0.5 / size + 0.5 * np.eye(size)
@@ -276,7 +266,9 @@ def test_theorem_on_live_vectors_follows_the_vectors():
 
     def verdict(factor):
         change = lambda i: {"query": factor * normal[0, i], "key": factor * normal[1, i]}
-        return verdicts(theorem_1.judge(study_of(with_blocks(subject, change))))["theorem-1-live"]
+        return verdicts(adder.judge_theorem_1(study_of(with_blocks(subject, change))))[
+            "theorem-1-live"
+        ]
 
     assert verdict(1.0) == "holds"
     assert verdict(3.0) == "holds only when the variance of the components is put in"
@@ -294,7 +286,7 @@ def test_theorem_on_live_vectors_follows_the_vectors():
 def test_second_order_terms_are_judged_by_their_size(step, verdict):
     study = study_of(None)
     study = dataclasses.replace(study, second_order={"run": [step]}, peak_learning_rate=1e-3)
-    assert verdicts(second_order_term.judge(study))["second-order"] == verdict
+    assert verdicts(second_order.judge_second_order(study))["second-order"] == verdict
 
 
 @pytest.mark.unchecked
@@ -313,7 +305,7 @@ def test_the_distribution_changes_less_by_itself_or_since_steps_are_shorter(
     first = dataclasses.replace(step_of(0.3), loss=2.0, kl=1e-2)
     last = dataclasses.replace(step_of(0.3, learning_rate), loss=1.0, kl=kl)
     study = dataclasses.replace(study_of(None), second_order={"a": [first], "b": [last]})
-    assert verdicts(second_order_term.judge(study))["kl-shrinks"] == verdict
+    assert verdicts(second_order.judge_second_order(study))["kl-shrinks"] == verdict
 
 
 def test_heads_that_carry_nothing_are_removed_first():
@@ -330,7 +322,7 @@ def test_heads_that_carry_nothing_are_removed_first():
     for block in params["blocks"].values():
         block["attention"]["value"]["kernel"] = np.ones((16, 16))
     study = dataclasses.replace(study_of(subject), probe=Probe(params, logits, LABELS))
-    found = heads.judge(study)
+    found = motion.judge_heads(study)
     assert verdicts(found) == {"heads-removable": "holds", "heads-single": "holds"}
     assert found.claims[0].number.startswith("50%")
     assert found.claims[1].number == "3 of 3 blocks"
@@ -350,7 +342,7 @@ def test_a_share_of_the_heads_is_that_of_those_which_were_removed():
         return right if kernel.all() else 1 - right
 
     study = dataclasses.replace(study_of(one), probe=Probe(params, logits, LABELS))
-    found = heads.judge(study)
+    found = motion.judge_heads(study)
     assert verdicts(found) == {"heads-removable": "does not hold", "heads-single": "does not hold"}
     assert found.claims[0].number.startswith("0% of the heads")
     assert found.pictures[0].data["share"].tolist() == [0, 0.5, 1]
@@ -377,7 +369,7 @@ def test_values_that_cannot_be_zeros_are_not_measured():
     study = dataclasses.replace(
         study_of(observe("m", model, IMAGES)), probe=probe(model, [IMAGES], LABELS)
     )
-    assert set(verdicts(heads.judge(study)).values()) == {NOT_MEASURED}
+    assert set(verdicts(motion.judge_heads(study)).values()) == {NOT_MEASURED}
 
 
 @pytest.mark.unchecked
@@ -400,7 +392,7 @@ def test_second_order_by_the_letter_on_a_small_model():
     model = model_of()
     study = study_of(observe("m", model, IMAGES))
     study = dataclasses.replace(study, probe=probe(model, [IMAGES], LABELS))
-    found = verdicts(fisher.judge(study))
+    found = verdicts(second_order.judge_fisher(study))
     assert found == {
         "fisher-hessian": "holds",
         "algorithm-1": "holds",
@@ -410,7 +402,7 @@ def test_second_order_by_the_letter_on_a_small_model():
     # Logits that jump have no second derivative.
     steps = lambda params: np.round(study.probe.logits(params), 1)
     jumps = dataclasses.replace(study, probe=dataclasses.replace(study.probe, logits=steps))
-    assert verdicts(fisher.judge(jumps))["fisher-hessian"] == "does not hold"
+    assert verdicts(second_order.judge_fisher(jumps))["fisher-hessian"] == "does not hold"
 
 
 @pytest.mark.unchecked
@@ -425,17 +417,17 @@ def test_brownian_paths_are_called_brownian_and_straight_ones_not():
 
     brownian, straight = walking(steps), walking(np.repeat(steps[:1], 3, 0))
     names = ["brownian", "brownian-growth", "brownian-independent"]
-    found = verdicts(motion.judge(study_of(brownian)))
+    found = verdicts(motion.judge_motion(study_of(brownian)))
     assert found == dict.fromkeys([*names, "brownian-normal", "brownian-centred"], "holds")
-    found = verdicts(motion.judge(study_of(straight)))
+    found = verdicts(motion.judge_motion(study_of(straight)))
     assert {found[name] for name in names} == {"does not hold"}
-    found = verdicts(motion.judge(study_of(straight, untrained=brownian)))
+    found = verdicts(motion.judge_motion(study_of(straight, untrained=brownian)))
     assert found["brownian-growth"] == "holds only when the network is untrained"
     # One block has neither a growth nor a cosine.
     single = subject_of_one_block(
         with_blocks(subject, lambda _: {"tokens": np.zeros_like(steps[0])}, tokens=steps[0])
     )
-    found = verdicts(motion.judge(study_of(single)))
+    found = verdicts(motion.judge_motion(study_of(single)))
     assert found == dict.fromkeys(names, "not measured") | dict.fromkeys(
         ["brownian-normal", "brownian-centred"], "holds"
     )

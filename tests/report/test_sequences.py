@@ -13,13 +13,13 @@ from adder_flax.app import modes
 from adder_flax.data._sequences import pad
 from adder_flax.experiments import g2p
 from adder_flax.models import Seq2Seq
-from adder_flax.report._sequences import (
+from adder_flax.report.families import alignments
+from adder_flax.report.families.alignments import (
     SequenceStudy,
     SequenceSubject,
     observe_sequences,
     with_uniform_maps,
 )
-from adder_flax.report.families import alignments
 from adder_flax.training import Trainer, build_run
 from tests.data.files import write_dictionary
 from tests.tasks.test_transduction import by_recursion

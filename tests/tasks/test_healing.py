@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from adder_flax import layers, models, recorder, report, settings, tasks, training
 from adder_flax.experiments import common
-from adder_flax.report._sequences import with_uniform_maps
+from adder_flax.report.families.alignments import with_uniform_maps
 from adder_flax.tasks import _swap
 from tests.modules import moved
 from tests.training.tiny import TINY

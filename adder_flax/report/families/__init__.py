@@ -1,14 +1,8 @@
-"""The families of claims of the papers, one file each: it computes, judges and draws."""
+"""The families of claims of the papers: each computes, judges and draws."""
 
 import importlib
 
 # In the order of the page.
-for _name in (
-    "answers",
-    *("theorem_1", "proposition_1", "maps"),
-    *("exclusive_or", "saturation", "identities", "gates"),
-    *("sphere", "kernel", "walk", "diffusion", "motion", "heads", "second_order_term", "fisher"),
-    "energy",
-    "alignments",
-):
+_names = ["answers", "adder", "maps", "scores", "parameters", "walk", "motion", "second_order"]
+for _name in [*_names, "energy", "alignments"]:
     importlib.import_module(f"{__name__}.{_name}")

@@ -1,19 +1,118 @@
-"""Alignments of sequences: if they move on, focus, are needed, carry over to long inputs."""
+"""Reports on sequence models: whether alignments move on, focus, are needed, and carry over to long
+inputs.
+"""
 
+import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
+from flax import nnx
+from jaxtyping import Float, Int
 
+from adder_flax.arrays import AnyArray
+from adder_flax.attention import capture_attention
 from adder_flax.measures.maps import row_entropy
 from adder_flax.report import _style
 from adder_flax.report._families import ALIGNMENT, register_claims
-from adder_flax.report._sequences import SequenceStudy, SequenceSubject
-from adder_flax.report._study import NOT_MEASURED, TOLERANCE, Claim, Findings, Picture
+from adder_flax.report._study import NOT_MEASURED, TOLERANCE, Claim, Findings, Picture, beside
 from adder_flax.report.figures import alignment_figure
+from adder_flax.settings import AttentionSettings
+
+if TYPE_CHECKING:
+    from adder_flax.tasks import Transduction
 
 _SHOWN = 6
 _MONOTONIC = 0.9  # share of the steps: what "largely" is taken to mean
 _FEW = 1 / 3  # of the symbols that are read
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceSubject:
+    """A sequence model at work on the words of a report.
+
+    Attributes:
+      name: in legends.
+      alignments: what each target symbol looks at, the right target given; rows sum to 1.
+      edits: of what the model writes by itself to the closest right answer.
+      uniform_edits: the same with uniform maps, None for a model without attention.
+      phonemes: length of the closest right answer.
+    """
+
+    name: str
+    alignments: Float[np.ndarray, "word target source"]
+    edits: Int[np.ndarray, " word"]
+    uniform_edits: Int[np.ndarray, " word"] | None
+    phonemes: Int[np.ndarray, " word"]
+
+    @property
+    def error_rate(self) -> float:
+        """Sum of edits over the sum of lengths."""
+        return float(self.edits.sum() / self.phonemes.sum())
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceStudy:
+    """All that a report on a sequence model, beside another and itself before training, has.
+
+    Attributes:
+      sources, targets: words and first right answers, as symbols without filling and end.
+    """
+
+    subject: SequenceSubject
+    baseline: SequenceSubject | None
+    untrained: SequenceSubject | None
+    sources: Sequence[tuple[str, ...]]
+    targets: Sequence[tuple[str, ...]]
+
+    def about(self) -> str:
+        """Returns what was looked at, for the head of the page."""
+        rate = f"phoneme error rate {self.subject.error_rate:.1%}"
+        of_other = f" ({self.baseline.error_rate:.1%})" if self.baseline else ""
+        other = beside(self.baseline, self.untrained, of_other)
+        return ", ".join([f"measured on {len(self.sources)} words ({rate})", *other])
+
+    def alignments(self, subject: SequenceSubject) -> list[Float[np.ndarray, "target source"]]:
+        """Returns the maps of a subject, a word's symbols long and wide."""
+        pairs = zip(subject.alignments, self.targets, self.sources, strict=True)
+        return [weights[: len(target), : len(source)] for weights, target, source in pairs]
+
+
+def observe_sequences(
+    name: str, model: nnx.Module, task: "Transduction", batch: Mapping[str, AnyArray]
+) -> SequenceSubject:
+    """Runs a sequence model on the words of a report."""
+    from adder_flax.tasks import closest  # figures are drawn without what reads data
+
+    source, first = task.inputs(batch)
+    score = jax.jit(lambda model, source, right: closest(task.write(model, source), right))
+    edits, phonemes = map(np.asarray, score(model, source, batch["references"]))
+    uniform = with_uniform_maps(model)
+    if uniform is not None:
+        uniform = np.asarray(score(uniform, source, batch["references"])[0])
+    alignments = np.asarray(capture_attention(model, source, first)[-1][:, 0], np.float64)
+    return SequenceSubject(name, alignments, edits, uniform, phonemes)
+
+
+def with_uniform_maps(model: nnx.Module) -> nnx.Module | None:
+    """Returns a copy whose attention gives every key the same weight; None if it has no such layer.
+
+    >>> from adder_flax.attention import SequenceAttention
+    >>> model = SequenceAttention(4, 4, score="adder", rngs=nnx.Rngs(0))
+    >>> query, key = np.ones((1, 2, 4)), np.arange(12.0).reshape(1, 3, 4)
+    >>> bool(np.allclose(with_uniform_maps(model)(query, key), key.mean(-2)))
+    True
+    """
+    model = nnx.clone(model)
+    modules: Any = [module for _, module in nnx.iter_modules(model)]
+    layers = [m for m in modules if isinstance(getattr(m, "settings", None), AttentionSettings)]
+    for layer in layers:
+        # Scores of any size vanish beside each other, and no mask does.
+        layer.settings = dataclasses.replace(layer.settings, temperature=1e30)
+        layer.log_temperature = nnx.data(None)
+    return model if layers else None
 
 
 @register_claims("alignments", ALIGNMENT, of=SequenceStudy)
@@ -125,11 +224,10 @@ def _error_picture(study: SequenceStudy) -> Picture:
     present = np.unique(lengths)
     by_length = lambda counts: np.array([counts[lengths == n].sum() for n in present])
     rates = {name: by_length(wrong) / by_length(of) for name, (wrong, of) in edits.items()}
-    figure, axes = _style.new_figure(5.4, 3.3)
-    _style.draw_lines(axes[0, 0], present, {name: 100 * rate for name, rate in rates.items()})
-    _style.whole_ticks(axes[0, 0])
-    labels = {"xlabel": "letters of the word", "ylabel": "phoneme error rate (%)"}
-    _style.dress(axes[0, 0], **labels, legend_at="best")
+    figure, [[axis]] = _style.new_figure(5.4, 3.3)
+    _style.draw_lines(axis, present, {name: 100 * rate for name, rate in rates.items()})
+    _style.whole_ticks(axis)
+    _style.dress(axis, "letters of the word", "phoneme error rate (%)", legend_at="best")
     return Picture(
         "errors-by-length",
         figure,

@@ -16,11 +16,9 @@ _NAME_LENGTH = 18
 _COLOR = _style.LINES[2]["color"]
 
 ANSWERS = Section(
-    title="What it answers",
-    introduction=(
-        "What the model takes images of the evaluation split for, before what the papers claim."
-    ),
-    source="this model",
+    "What it answers",
+    "What the model takes images of the evaluation split for, before what the papers claim.",
+    "this model",
 )
 
 
@@ -46,8 +44,7 @@ def _confusion(table: np.ndarray, answers: Answers) -> Picture:
     names = _short(answers.names)
     share = table / np.maximum(table.sum(1, keepdims=True), 1)
     side = 1.6 + 0.42 * len(names)
-    figure, axes = _style.new_figure(side + 1.2, side)
-    axis = axes[0, 0]
+    figure, [[axis]] = _style.new_figure(side + 1.2, side)
     image = axis.imshow(share, cmap=_style.HEAT, vmin=0.0, vmax=1.0)
     for true, seen in np.argwhere(table):
         color = "black" if share[true, seen] > 0.6 else "white"
@@ -73,20 +70,18 @@ def _confused_pairs(table: np.ndarray, answers: Answers) -> Picture:
     order = np.argsort(-wrong, axis=None, kind="stable")[:_SHOWN_CLASSES]
     true, seen = np.unravel_index(order[wrong.flat[order] > 0], table.shape)
     names, counts = _short(answers.names), wrong[true, seen]
-    figure, axes = _style.new_figure(7.0, 1.2 + 0.22 * len(counts))
-    axis = axes[0, 0]
+    figure, [[axis]] = _style.new_figure(7.0, 1.2 + 0.22 * len(counts))
     axis.barh(range(len(counts)), counts, color=_COLOR)
     pairs = [f"{names[a]} → {names[b]}" for a, b in zip(true, seen, strict=True)]
     axis.set_yticks(range(len(counts)), pairs, parse_math=False)
     axis.invert_yaxis()
-    _style.dress(axis, xlabel="images of the first taken for the second")
-    of_class = table.sum(1)[true]
+    _style.dress(axis, "images of the first taken for the second")
     return Picture(
         "confusion",
         figure,
         f"The pairs of classes that are confused most often, of {len(answers.labels)} images.",
         "Numbers of images of one class that are taken for another, the most frequent pairs.",
-        {"true": true, "seen": seen, "images": counts, "images of the class": of_class},
+        {"true": true, "seen": seen, "images": counts, "images of the class": table.sum(1)[true]},
     )
 
 
@@ -95,14 +90,14 @@ def _class_accuracy(table: np.ndarray, answers: Answers) -> Picture:
     accuracy = np.where(count, right / np.maximum(count, 1), np.nan)
     there = np.flatnonzero(count)
     worst = there[np.argsort(accuracy[there], kind="stable")][:_SHOWN_CLASSES]
-    figure, axes = _style.new_figure(7.0, 1.2 + 0.24 * len(worst))
-    axis, places = axes[0, 0], np.arange(len(worst))
+    figure, [[axis]] = _style.new_figure(7.0, 1.2 + 0.24 * len(worst))
+    places = np.arange(len(worst))
     _with_interval(axis, accuracy[worst], places, right[worst], count[worst], of="x")
     axis.axvline(right.sum() / count.sum(), color=_style.GREY, linewidth=0.9, linestyle=":")
     names = _short(answers.names)
     axis.set_yticks(places, [f"{names[i]} ({count[i]})" for i in worst], parse_math=False)
     axis.invert_yaxis()
-    _style.dress(axis, xlabel="accuracy")
+    _style.dress(axis, "accuracy")
     part = "" if len(worst) == len(there) else f" of the {len(worst)} classes where it is lowest"
     return Picture(
         "class_accuracy",
@@ -116,21 +111,18 @@ def _class_accuracy(table: np.ndarray, answers: Answers) -> Picture:
 
 def _calibration(answers: Answers) -> Picture:
     found = calibration(answers.probabilities, answers.labels)
-    figure, axes = _style.new_figure(8.4, 3.4, 1, 2)
-    diagram, counts = axes[0]
+    figure, [[diagram, counts]] = _style.new_figure(8.4, 3.4, 1, 2)
     diagram.plot([0, 1], [0, 1], color=_style.GREY, linewidth=0.9, linestyle=":")
     seen = found.count > 0
     accuracy, count = found.accuracy[seen], found.count[seen]
-    _with_interval(
-        diagram, found.confidence[seen], accuracy, np.rint(accuracy * count).astype(int), count
-    )
+    right = np.rint(accuracy * count)
+    _with_interval(diagram, found.confidence[seen], accuracy, right, count)
     edges = np.linspace(0, 1, len(found.count) + 1)
     counts.bar(edges[:-1], found.count, np.diff(edges), align="edge", color=_COLOR)
     title = f"expected calibration error {found.error:.3f}"
-    _style.dress(diagram, xlabel="confidence", ylabel="accuracy", title=title)
-    _style.dress(counts, xlabel="confidence", ylabel="images")
-    right = answers.predicted == answers.labels
-    surplus = answers.confidence.mean() - right.mean()
+    _style.dress(diagram, "confidence", "accuracy", title)
+    _style.dress(counts, "confidence", "images")
+    surplus = answers.confidence.mean() - (answers.predicted == answers.labels).mean()
     lean = "surer than it is right" if surplus > 0 else "less sure than it is right"
     return Picture(
         "calibration",

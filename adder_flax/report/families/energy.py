@@ -12,21 +12,12 @@ from adder_flax.counting.energy import HOROWITZ_45NM, PICOJOULE, energy
 from adder_flax.counting.operations import Operations, count_operations
 from adder_flax.models import VisionTransformer
 from adder_flax.report import _style
-from adder_flax.report._families import ENERGY, register_claims
-from adder_flax.report._study import (
-    TOLERANCE,
-    Claim,
-    Findings,
-    ImageStudy,
-    Picture,
-    only_when,
-)
+from adder_flax.report._families import ENERGY, only_when, register_claims
+from adder_flax.report._study import TOLERANCE, Claim, Findings, ImageStudy, Picture
 from adder_flax.report.summary import summary_rows
 from adder_flax.settings import DEIT_SIZES
 
-SIZES: dict[str, tuple[int, int]] = dict(
-    zip(("DeiT-Ti", "DeiT-S", "DeiT-B"), DEIT_SIZES.values(), strict=True)
-)
+SIZES = dict(zip(("DeiT-Ti", "DeiT-S", "DeiT-B"), DEIT_SIZES.values(), strict=True))
 _LINEARS = {"qkv_linear": "adder", "proj_linear": "adder", "mlp_linear": "adder"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "multiplicative": {},
@@ -93,7 +84,6 @@ def _claims(ratios: dict[str, dict[str, float]]) -> list[Claim]:
     by_size = lambda values: ", ".join(map("{} {:.2f}".format, ratios, values))
     within = lambda values, low, high: all(low <= value <= high for value in values)
     saves = within(two, 2.0, 3.0)
-    condition = within(loaded, 2.0, 3.0) or only_when("arithmetic alone is counted")
     return [
         ENERGY.claim(
             "energy",
@@ -119,7 +109,7 @@ def _claims(ratios: dict[str, dict[str, float]]) -> list[Claim]:
             "energy-memory",
             "(what it leaves out)",
             "The saving of 2 to 3 times remains when memory is counted.",
-            saves and condition,
+            saves and (within(loaded, 2.0, 3.0) or only_when("arithmetic alone is counted")),
             f"{by_size(loaded)} times",
             f"With weights and image read once from DRAM: {by_size(loaded)} times less; with every "
             f"operation through DRAM: {by_size(moved)}.",
@@ -132,16 +122,12 @@ def in_bytes(adder: Operations) -> tuple[float, float]:
     """Returns joules of an adder network's arithmetic with its terms in eight bits, as differences
     and as products, each added up in int32; what is no adder layer or score stays float32.
     """
-    of = HOROWITZ_45NM.picojoules
+    of, terms = HOROWITZ_45NM.picojoules, adder.l1_elements * PICOJOULE
     rest = energy(adder).total_arithmetic_joules
     rest -= adder.l1_elements * 2 * of("additions", "float32") * PICOJOULE
-    difference, product, added = (
-        of("additions", "uint8"),
-        of("multiplications", "uint8"),
-        of("additions", "int32"),
-    )
-    terms = adder.l1_elements * PICOJOULE
-    return rest + terms * (difference + added), rest + terms * (product + added)
+    added, kinds = of("additions", "int32"), ("additions", "multiplications")
+    difference, product = (rest + terms * (of(kind, "uint8") + added) for kind in kinds)
+    return difference, product
 
 
 def _bytes_claim(adders: dict[str, Operations]) -> Claim:
@@ -166,9 +152,18 @@ def _bytes_claim(adders: dict[str, Operations]) -> Claim:
 def _energy_picture(
     counted: dict[str, dict[str, Operations]], ratios: dict[str, dict[str, float]]
 ) -> Picture:
-    figure, axes = _style.new_figure(8.6, 3.4, 1, 2)
-    data = _draw_joules(axes[0, 0], counted)
-    _draw_ratios(axes[0, 1], ratios)
+    figure, [[left, right]] = _style.new_figure(8.6, 3.4, 1, 2)
+    data = _draw_joules(left, counted)
+    for line, (size, values) in zip(_style.LINES, ratios.items(), strict=False):
+        heights = range(len(values) - 1, -1, -1)
+        marks = {**line, "linestyle": "none", "markersize": 6}
+        right.plot(list(values.values()), heights, **marks, label=size)
+        right.set_yticks(heights, list(values))
+    right.axvspan(2, 3, color="#eeeeee", zorder=0)
+    right.axvline(1, color=_style.GREY, linewidth=0.8)
+    title = "the claim (grey) and what is counted"
+    _style.dress(right, "times less than multiplicative", title=title)
+    _style.legend(right, loc="lower right", handlelength=1.0)
     return Picture(
         "energy",
         figure,
@@ -204,30 +199,14 @@ def _draw_joules(axis, counted: dict[str, dict[str, Operations]]) -> dict[str, l
     return dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
 
 
-def _draw_ratios(axis, ratios: dict[str, dict[str, float]]) -> None:
-    names = list(next(iter(ratios.values())))
-    heights = np.arange(len(names))[::-1]
-    for line, (size, values) in zip(_style.LINES, ratios.items(), strict=False):
-        marks = {**line, "linestyle": "none", "markersize": 6}
-        axis.plot(list(values.values()), heights, **marks, label=size)
-    axis.axvspan(2, 3, color="#eeeeee", zorder=0)
-    axis.axvline(1, color=_style.GREY, linewidth=0.8)
-    axis.set_yticks(heights, names)
-    label, title = "times less than multiplicative", "the claim (grey) and what is counted"
-    _style.dress(axis, xlabel=label, title=title)
-    _style.legend(axis, loc="lower right", handlelength=1.0)
-
-
 def _subject_picture(study: ImageStudy) -> Picture:
     image = jax.ShapeDtypeStruct((1, *study.pictures.shape[1:]), jnp.float32)
     *parts, _ = summary_rows(study.subject.model, image)
     kinds = ("multiplications", "additions", "comparisons", "exponentials", "divisions", "roots")
-    columns: dict[str, list] = {
-        "part": [part.part for part in parts],
-        "parameters": [part.parameters for part in parts],
-        **{kind: [getattr(p.operations, kind) for p in parts] for kind in (*kinds, "l1_elements")},
-        "joules": [part.joules for part in parts],
-    }
+    columns = {name: [getattr(part, name) for part in parts] for name in ("part", "parameters")}
+    for kind in (*kinds, "l1_elements"):
+        columns[kind] = [getattr(part.operations, kind) for part in parts]
+    columns["joules"] = [part.joules for part in parts]
     figure, axes = _style.new_figure(8.6, 0.3 * len(parts) + 1.0, 1, 3, sharey=True)
     heights = np.arange(len(parts))[::-1]
     units = {
@@ -239,7 +218,7 @@ def _subject_picture(study: ImageStudy) -> Picture:
         bars = axis.barh(heights, values, color="#777777")
         axis.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
         axis.set_xlim(0, 1.25 * max(values))
-        _style.dress(axis, xlabel=label)
+        _style.dress(axis, label)
     axes[0, 0].set_yticks(heights, columns["part"])
     return Picture(
         "operations",

@@ -6,7 +6,7 @@ import numpy as np
 
 from adder_flax.measures.maps import entropy, mean_distance, patch_attention
 from adder_flax.report import _style
-from adder_flax.report._families import ADDER, register_claims
+from adder_flax.report._families import ADDER, only_when, register_claims
 from adder_flax.report._study import (
     NOT_MEASURED,
     TOLERANCE,
@@ -15,9 +15,8 @@ from adder_flax.report._study import (
     Picture,
     Study,
     Subject,
-    only_when,
 )
-from adder_flax.report.figures import attention_figure, comparison_figure
+from adder_flax.report.figures import comparison_figure
 
 _STATEMENTS = {
     "adder-global": "Adder maps focus more on the global information than multiplicative ones.",
@@ -32,7 +31,7 @@ _STATEMENTS = {
 def judge(study: Study) -> Findings:
     """Entropy and distance against the baseline's, and pictures of maps."""
     if pair := study.adder_and_dot:
-        claims = [_global_claim(study, pair), *_object_claims(study, pair)]
+        claims = _pair_claims(study, pair)
     else:
         finding = "Needs an adder model and a multiplicative baseline."
         claims = [_claim(name, NOT_MEASURED, finding=finding) for name in _STATEMENTS]
@@ -43,39 +42,44 @@ def _claim(name: str, *found: Any, **options: Any) -> Claim:
     return ADDER.claim(name, "A.4", _STATEMENTS[name], *found, **options)
 
 
-def _global_claim(study: Study, pair: tuple[Subject, Subject]) -> Claim:
+def _pair_claims(study: Study, pair: tuple[Subject, Subject]) -> list[Claim]:
     adder, dot = (np.mean([entropy(block).mean() for block in each.maps]) for each in pair)
     reach = lambda block, each: mean_distance(block, study.grid, prefix_tokens=each.prefix_tokens)
     far, near = (np.mean([reach(block, each).mean() for block in each.maps]) for each in pair)
     wider, farther = adder > dot, far > near
     condition = only_when("entropy is meant" if wider else "distance is meant")
-    return _claim(
-        "adder-global",
-        condition if wider != farther else wider,
-        f"{adder:.2f} against {dot:.2f} nats; {far:.2f} against {near:.2f} patches",
-        f"Mean entropy of the rows: adder {adder:.3f} nats, multiplicative {dot:.3f}; mean "
-        f"distance that attention reaches: {far:.3f} and {near:.3f} patches.",
-        "class-attention",
-        margins=(float(adder - dot), float(far - near)),
-    )
-
-
-def _object_claims(study: Study, pair: tuple[Subject, Subject]) -> list[Claim]:
     named = zip(("adder", "multiplicative"), pair, strict=True)
     focus = {name: np.array([_focus(study, each, b) for b in each.maps]) for name, each in named}
     tops = {name: of.argmax() + 1 for name, of in focus.items()}
-    both = all(of.max() > 1 + TOLERANCE and of.min() < 1 for of in focus.values())
     of_each = lambda show: "; ".join(f"{name} {show(of)}" for name, of in focus.items())
-    spans = of_each(lambda of: f"{of.min():.2f} to {of.max():.2f}")
     blocks = of_each(lambda of: ", ".join(f"{value:.2f}" for value in of))
-    layers = ", ".join(f"{name} block {top}" for name, top in tops.items())
     finding = (
         f"Attention on pixels unlike the border's, over uniform attention, by block: {blocks}."
     )
-    differ = len(set(tops.values())) > 1
     return [
-        _claim("object-layers", both, spans, finding, "class-attention"),
-        _claim("object-layers-differ", differ, layers, finding, "class-attention"),
+        _claim(
+            "adder-global",
+            condition if wider != farther else wider,
+            f"{adder:.2f} against {dot:.2f} nats; {far:.2f} against {near:.2f} patches",
+            f"Mean entropy of the rows: adder {adder:.3f} nats, multiplicative {dot:.3f}; mean "
+            f"distance that attention reaches: {far:.3f} and {near:.3f} patches.",
+            "class-attention",
+            margins=(float(adder - dot), float(far - near)),
+        ),
+        _claim(
+            "object-layers",
+            all(of.max() > 1 + TOLERANCE and of.min() < 1 for of in focus.values()),
+            of_each(lambda of: f"{of.min():.2f} to {of.max():.2f}"),
+            finding,
+            "class-attention",
+        ),
+        _claim(
+            "object-layers-differ",
+            len(set(tops.values())) > 1,
+            ", ".join(f"{name} block {top}" for name, top in tops.items()),
+            finding,
+            "class-attention",
+        ),
     ]
 
 
@@ -86,11 +90,9 @@ def _focus(study: Study, subject: Subject, maps: np.ndarray) -> float:
     pixel that differs most does.
     """
     pictures = study.pictures.astype(float)
-    border = np.concatenate(
-        [pictures[:, [0, -1]].reshape(len(pictures), -1, pictures.shape[-1])]
-        + [pictures[:, :, [0, -1]].reshape(len(pictures), -1, pictures.shape[-1])],
-        axis=1,
-    )
+    edges = pictures[:, [0, -1]], pictures[:, :, [0, -1]]
+    flat = [edge.reshape(len(pictures), -1, pictures.shape[-1]) for edge in edges]
+    border = np.concatenate(flat, axis=1)
     unlike = np.abs(pictures - np.median(border, axis=1)[:, None, None]).max(-1)
     thing = unlike > unlike.max((1, 2), keepdims=True) / 2
     (rows, columns), (height, width) = study.grid, thing.shape[1:]
@@ -124,18 +126,15 @@ def _map_picture(study: Study) -> Picture:
 
 
 def _attention_picture(study: Study) -> Picture:
-    """The paper's figure 3, of both models where there are two, with rollout beside it."""
     models = {subject.name: subject for subject in filter(None, (study.baseline, study.subject))}
     alone = len(models) == 1
     shown, blocks = min(4 if alone else 3, len(study.pictures)), study.subject.blocks(3, 6, 10)
-    options: dict[str, Any] = dict(blocks=blocks, with_rollout=True, **study.subject.in_front)
-    options["captions"] = study.captions[:shown]
+    options = study.subject.in_front | {"blocks": blocks, "captions": study.captions[:shown]}
     maps = {name: [block[:shown] for block in subject.maps] for name, subject in models.items()}
-    if alone:
-        [(name, only)] = maps.items()
-        figure = attention_figure(study.pictures[:shown], only, title=name, **options)
-    else:
-        figure = comparison_figure(study.pictures[:shown], maps, **options)
+    # Of one model the name stands above, not at each row.
+    rows = {"": maps[study.subject.name]} if alone else maps
+    figure = comparison_figure(study.pictures[:shown], rows, with_rollout=True, **options)
+    _style.headline(figure, study.subject.name if alone else "")
     data = {
         f"{name}, block {index + 1}": patch_attention(subject.maps[index], **subject.in_front)
         for name, subject in models.items()

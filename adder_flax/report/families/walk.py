@@ -1,38 +1,158 @@
-"""Maps as transition matrices of a walk on tokens."""
+"""The Brownian view by steps: LayerNorm puts tokens on a sphere, where the dot product's map is
+that of a Gaussian kernel; maps are transition matrices of a walk, whose limit may be diffusion.
+"""
 
 import numpy as np
 
-from adder_flax.measures.walks import (
-    diffusion_map,
-    irreversibility,
-    k_step,
-    mixing_time,
-    spectral_gap,
-    stationary_distribution,
-)
+from adder_flax import measures
 from adder_flax.report import _style
-from adder_flax.report._families import BROWNIAN, register_claims
-from adder_flax.report._study import Claim, Findings, Picture, Study, Subject, only_when, spread
+from adder_flax.report._families import BROWNIAN, only_when, register_claims, spread
+from adder_flax.report._study import TOLERANCE, Claim, Findings, Picture, Study, Subject
+from adder_flax.report.captures import BlockCapture
 
+_WIDTHS = (16, 64, 192, 768)
+_NARROWER = 2.0 ** np.arange(0, 10)
 _STEPS = (1, 2, 4, 8)
 
 
 def _steps_to_mix(walk: np.ndarray) -> np.ndarray:
-    steps = mixing_time(walk)
+    steps = measures.mixing_time(walk)
     return np.where(steps < 0, np.inf, steps)
 
 
 # {measure: (function, its unit)}
 _MEASURES = {
-    "spectral gap": (spectral_gap, "1 − |λ₂|"),
+    "spectral gap": (measures.spectral_gap, "1 − |λ₂|"),
     "mixing time": (_steps_to_mix, "steps, ε = ¼"),
-    "irreversibility": (irreversibility, "share of flow"),
+    "irreversibility": (measures.irreversibility, "share of flow"),
 }
 _Numbers = dict[str, list[np.ndarray]]
 
 
+@register_claims("sphere", BROWNIAN)
+def judge_sphere(study: Study) -> Findings:
+    """Radii of the subject's tokens, by LayerNorm without its affine part and as it is used."""
+    around = [block.around() for block in study.subject.captured.blocks]
+    bare = [measures.relative_radius(measures.layer_norm(tokens)) for tokens, _ in around]
+    used = [measures.relative_radius(normalized) for _, normalized in around]
+    error, off = (max(np.abs(radius - 1).max() for radius in radii) for radii in (bare, used))
+    claim = BROWNIAN.claim(
+        "sphere",
+        "section 3.1",
+        "LayerNorm maps every token to the sphere of radius √d.",
+        error < 0.01 and (off < 0.01 or only_when("LayerNorm has no affine part")),
+        f"‖LN(x)‖ / √d: {spread(np.stack(used))}",
+        f"‖LN(x)‖ / √d: without the affine part 1 within {error:.1e}; as the blocks use it "
+        f"{spread(np.stack(used))}.",
+        "sphere",
+    )
+    chosen = study.subject.blocks(1, 6, 11)
+    figure, axes = _style.new_figure(2.9 * len(chosen), 3.0, 1, len(chosen))
+    data = {}
+    for axis, index in zip(axes[0], chosen, strict=True):
+        radii = {"without affine part": bare[index].ravel(), "as used": used[index].ravel()}
+        every = np.concatenate(list(radii.values()))
+        bins = np.linspace(every.min() - 0.02, every.max() + 0.02, 50)
+        for line, (label, radius) in zip(_style.LINES, radii.items(), strict=False):
+            data[f"block_{index + 1}_{label.replace(' ', '_')}"] = radius
+            style = dict(histtype="step", linewidth=1.5, linestyle=line["linestyle"])
+            share = np.full(radius.size, 100 / radius.size)
+            axis.hist(radius, bins, weights=share, label=label, color=line["color"], **style)
+        axis.set_ylim(0, 135)
+        _style.dress(axis, "‖LN(x)‖ / √d", title=f"block {index + 1}")
+    axes[0, 0].set_ylabel("tokens (%)", fontsize=9)
+    _style.legend(axes[0, 0], loc="upper left")
+    picture = Picture(
+        "sphere",
+        figure,
+        "Radius of the tokens after the LayerNorm before attention, with and without its affine "
+        "part; 1 is the sphere of radius √d.",
+        "Histograms of token norms for three blocks.",
+        data,
+    )
+    return Findings([claim, _components_claim(study)], [picture])
+
+
+def _components_claim(study: Study) -> Claim:
+    blocks = study.subject.captured.blocks
+    pairs = [measures.component_correlation(block.around()[0]) for block in blocks]
+    times = np.array([found for found, _ in pairs]) / pairs[0][1]
+    return BROWNIAN.claim(
+        "token-components",
+        "section 3.2",
+        "The components of a token are independent random variables.",
+        times.max() < 1 + TOLERANCE,
+        f"squared correlation {np.median(times):.2g} times that of chance",
+        f"Mean squared correlation of two components over {len(study.labels)} images, by block: "
+        f"{spread(times)} times what independent components have. It is not about more than pairs.",
+    )
+
+
+@register_claims("kernel", BROWNIAN)
+def judge_kernel(study: Study) -> Findings:
+    """How far the two maps are apart on the subject's tokens, queries and keys."""
+    blocks = study.subject.captured.blocks
+    by_block = [_distances(block) for block in blocks]
+    distances = {name: [block[name] for block in by_block] for name in by_block[0]}
+    ideal, _, live = (np.concatenate(list(map(np.ravel, each))) for each in distances.values())
+    norms = [np.linalg.norm(block.key, axis=-1) for block in blocks]
+    varied = [float(np.mean(norm.std(-1) / norm.mean(-1))) for norm in norms]
+    claims = [
+        BROWNIAN.claim(
+            "gaussian-kernel",
+            "equation 15",
+            "On the sphere, scaled dot-product attention is the row-normalised Gaussian kernel.",
+            ideal.max() < 1e-3,
+            f"maps differ by {ideal.max():.0e}",
+            "With q = k = LN(x) without affine part the two maps differ by at most "
+            f"{ideal.max():.1e} of a row's weight.",
+            "kernel",
+        ),
+        BROWNIAN.claim(
+            "gaussian-kernel-projected",
+            "section 3.4.2",
+            "The Gaussian form still describes attention between projected queries and keys.",
+            live.max() < 0.01 or only_when("all keys have one norm"),
+            f"maps differ by {spread(live)}",
+            f"From this model's q and k the two maps differ by {spread(live)} of a row's weight; "
+            f"key norms vary by {spread(varied)} of their mean.",
+            "kernel",
+        ),
+    ]
+    return Findings(claims, [_kernel_picture(distances)])
+
+
+def _distances(block: BlockCapture) -> dict[str, np.ndarray]:
+    """Total variation between the two maps, from ever less ideal tokens."""
+    tokens, normalized = block.around()
+    bare = measures.layer_norm(tokens)
+    pairs = {
+        "LayerNorm alone": (bare, bare),
+        "with its affine part": (normalized, normalized),
+        "the model's q and k": (block.query, block.key),
+    }
+    gaussian, dot = measures.gaussian_kernel_map, measures.dot_product_map
+    apart = lambda pair: np.asarray(measures.total_variation(gaussian(*pair), dot(*pair)))
+    return {name: apart(pair) for name, pair in pairs.items()}
+
+
+def _kernel_picture(distances: dict[str, list[np.ndarray]]) -> Picture:
+    figure, [[axis]] = _style.new_figure(5.4, 3.3)
+    data = _style.by_block(axis, distances)
+    axis.set_yscale("log", nonpositive="clip")
+    _style.dress(axis, "block", "difference, share of a row", legend_at="best")
+    return Picture(
+        "kernel",
+        figure,
+        "Total variation between the Gaussian-kernel map and the dot-product map, from LayerNorm "
+        "without affine part (exact), with it, and from the model's projected queries and keys.",
+        "Difference of the two maps by block, for three kinds of tokens.",
+        data,
+    )
+
+
 @register_claims("walk", BROWNIAN)
-def judge(study: Study) -> Findings:
+def judge_walk(study: Study) -> Findings:
     """Gaps, mixing times and reversibility of the subject's maps."""
     numbers = _numbers(study.subject)
     pictures = [_walk_picture(numbers), _steps_picture(study), _diffusion_picture(study)]
@@ -40,8 +160,8 @@ def judge(study: Study) -> Findings:
 
 
 def _numbers(subject: Subject) -> _Numbers:
-    every = _MEASURES.items()
-    return {name: [function(walk) for walk in subject.walks] for name, (function, _) in every}
+    walks = subject.walks
+    return {name: list(map(function, walks)) for name, (function, _) in _MEASURES.items()}
 
 
 def _walk_claims(subject: Subject, numbers: _Numbers) -> list[Claim]:
@@ -80,7 +200,7 @@ def _walk_picture(numbers: _Numbers) -> Picture:
     data: dict[str, np.ndarray] = {}
     for axis, (name, (_, unit)) in zip(axes[0], _MEASURES.items(), strict=True):
         data |= _style.by_block(axis, {name: numbers[name]})
-        _style.dress(axis, xlabel="block", ylabel=unit, title=name)
+        _style.dress(axis, "block", unit, name)
         axis.set_ylim(bottom=0)
     return Picture(
         "walk",
@@ -103,8 +223,10 @@ def _steps_picture(study: Study) -> Picture:
     first, with_class = study.subject.prefix_tokens, study.subject.in_front["class_token"]
     index, walk = _middle_walk(study.subject)
     start, where = (0, "the class token") if with_class else (first, "the first patch")
-    rows = {f"{steps} step" + "s" * (steps > 1): k_step(walk, steps)[start] for steps in _STEPS}
-    rows["stationary"] = stationary_distribution(walk)
+    rows = {
+        f"{steps} step" + "s" * (steps > 1): measures.k_step(walk, steps)[start] for steps in _STEPS
+    }
+    rows["stationary"] = measures.stationary_distribution(walk)
     figure, axes = _style.new_figure(1.75 * len(rows), 2.1, 1, len(rows))
     top = max(row[first:].max() for row in rows.values())
     for axis, (title, row) in zip(axes[0], rows.items(), strict=True):
@@ -125,12 +247,12 @@ def _diffusion_picture(study: Study) -> Picture:
     widths = [1.5] + [1] * len(_STEPS)
     size = 1.9 * len(widths) + 0.6, 2.5
     figure, axes = _style.new_figure(*size, 1, len(widths), width_ratios=widths)
-    plane = diffusion_map(walk, steps=1, dims=2)[first:]
+    plane = measures.diffusion_map(walk, steps=1, dims=2)[first:]
     _draw_plane(axes[0, 0], plane)
     rows, columns = study.grid
     x, y, distances = columns // 2, rows // 2, []
     for axis, steps in zip(axes[0, 1:], _STEPS, strict=True):
-        coordinates = diffusion_map(walk, steps=steps, dims=len(walk) - 1)[first:]
+        coordinates = measures.diffusion_map(walk, steps=steps, dims=len(walk) - 1)[first:]
         distance = np.linalg.norm(coordinates - coordinates[y * columns + x], axis=-1)
         distances.append(distance)
         axis.imshow(distance.reshape(study.grid), cmap=_style.HEAT, vmin=0)
@@ -154,4 +276,46 @@ def _draw_plane(axis, plane: np.ndarray) -> None:
         color = "white" if number < len(place) / 2 else "black"  # viridis runs from dark to light
         axis.annotate(str(number), point, fontsize=5.5, ha="center", va="center", color=color)
     axis.locator_params(nbins=4)
-    _style.dress(axis, xlabel="ψ₁ λ₁", ylabel="ψ₂ λ₂", title="k = 1")
+    _style.dress(axis, "ψ₁ λ₁", "ψ₂ λ₂", "k = 1")
+
+
+@register_claims("diffusion-limit", BROWNIAN, of=object)
+def judge_diffusion(_: object) -> Findings:
+    """How the walk on the sphere mixes beside diffusion of the same variance, by its kernel."""
+    ratio = measures.diffusion_ratio  # of the kernel, whatever the model
+    ratios = {
+        f"d = {width}": np.array([ratio(width, k * np.sqrt(width)) for k in _NARROWER])
+        for width in _WIDTHS
+    }
+    own, limit = ([values[place] for values in ratios.values()] for place in (0, -1))
+    close = lambda values: all(abs(value - 1) < TOLERANCE for value in values)
+    claim = BROWNIAN.claim(
+        "diffusion-limit",
+        "section 2.3, equation 5",
+        "The continuum limit of the walk is diffusion.",
+        close(limit) and (close(own) or only_when("the kernel is far narrower than attention's")),
+        f"mixes at {own[1]:.2f} of diffusion's rate at d = 64, {limit[1]:.2f} in the limit",
+        "Rate at which one step forgets the sphere's first harmonic, over that of diffusion of the "
+        "same variance: "
+        + ", ".join(f"{name}: {values[0]:.2f}" for name, values in ratios.items())
+        + " for the paper's kernel exp(v·w / √d); "
+        + ", ".join(f"{value:.2f}" for value in limit)
+        + f" for one {_NARROWER[-1]:g} times as concentrated. A step of attention is a jump.",
+        "diffusion-limit",
+    )
+    figure, [[axis]] = _style.new_figure(5.4, 3.3)
+    _style.draw_lines(axis, _NARROWER, ratios)
+    axis.axhline(1, color=_style.GREY, linewidth=0.8, linestyle=":")
+    _style.octaves(axis, [int(k) for k in _NARROWER[::2]])
+    labels = "concentration over the paper's √d", "rate over diffusion's"
+    _style.dress(axis, *labels, legend_at="lower right")
+    picture = Picture(
+        "diffusion-limit",
+        figure,
+        "How fast one step of the walk with kernel exp(κ cos θ) forgets where it was, over "
+        "diffusion of the same variance. At 1, left, the kernel of attention; to the right "
+        "narrower ones.",
+        "Rate of the walk over that of diffusion against the kernel's concentration, by width.",
+        {"concentration": _NARROWER, **ratios},
+    )
+    return Findings([claim], [picture])

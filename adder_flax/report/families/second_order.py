@@ -1,4 +1,6 @@
-"""Second order by the letter: the Fisher matrix, Algorithm 1, what it costs without factors."""
+"""Second order: its term of the loss along training steps, and by the letter the Fisher matrix,
+Algorithm 1 and what it costs without factors.
+"""
 
 import functools
 from typing import Any
@@ -9,20 +11,107 @@ import numpy as np
 import optax
 
 import kfac
-from adder_flax import quantized
-from adder_flax.measures.brownian import layer_norm
-from adder_flax.report._families import BROWNIAN, register_claims
-from adder_flax.report._study import Claim, Findings, ImageStudy, Study, only_when, spread
+from adder_flax import measures, quantized
+from adder_flax.report._families import BROWNIAN, only_when, register_claims, spread
+from adder_flax.report._study import NOT_MEASURED, Claim, Findings, ImageStudy, Picture, Study
+from adder_flax.report.figures import second_order_figure
 from adder_flax.settings import DEIT_SIZES
 
+# Share of the first-order term from which the second is not to be neglected.
+_NOTICEABLE = 0.1
 _DAMPING = 0.1
 _ITERATIONS = 10
 _COMPONENTS = 48  # of tokens: with their classes a matrix that can be inverted
 _TOKENS, _BATCH = 197, 64
 
 
+@register_claims("second-order", BROWNIAN, of=ImageStudy)
+def judge_second_order(study: ImageStudy) -> Findings:
+    """Its size beside the first-order one, where steps were expanded."""
+    claim = functools.partial(
+        BROWNIAN.claim,
+        "second-order",
+        "section 3.3 (the argument for CG-FAC)",
+        "The second-order term of the loss along a training step is not negligible beside the "
+        "first.",
+    )
+    if not study.second_order:
+        finding = "Needs steps of a run, 0 were given (second_order_along)."
+        return Findings([claim(NOT_MEASURED, finding=finding)], [])
+    return Findings([_measured(study, claim), _kl_claim(study)], [_picture(study)])
+
+
+def _kl_claim(study: ImageStudy) -> Claim:
+    taken = [*study.second_order.items()]
+    (where, first), (then, last) = taken[0], taken[-1]
+    median = lambda name, steps: float(np.median([getattr(step, name) for step in steps]))
+    loss, later_loss = median("loss", first), median("loss", last)
+    kl, later = median("kl", first), median("kl", last)
+    # A step in one direction moves the distribution in proportion to the square of its length.
+    rates = [median("learning_rate", steps) for steps in (first, last)]
+    of_rate = later / rates[1] ** 2 < kl / rates[0] ** 2
+    claim = functools.partial(
+        BROWNIAN.claim,
+        "kl-shrinks",
+        "section 3.3",
+        "As the loss gets smaller, the distribution changes less and less between steps.",
+    )
+    if not (np.isfinite([kl, later]).all() and later_loss < loss):
+        return claim(NOT_MEASURED, finding="Needs steps at two losses; 0 such pairs were given.")
+    condition = "steps are of one length" if of_rate else "the learning rate falls with it"
+    return claim(
+        only_when(condition) if (later < kl) != of_rate else of_rate,
+        f"KL {kl:.1e} → {later:.1e} nats",
+        f"Mean KL of a step's predictions from those before it, {where} at a loss of {loss:.2g}: "
+        f"{kl:.2e} nats; {then} at {later_loss:.2g}: {later:.2e}. Over the square of the learning "
+        f"rate: {kl / rates[0] ** 2:.2g} and {later / rates[1] ** 2:.2g}.",
+        "second-order",
+    )
+
+
+def _measured(study: ImageStudy, claim) -> Claim:
+    parts, own, at_peak = [], [], []
+    for where, taken in study.second_order.items():
+        rates = [step.learning_rate for step in taken]
+        ratios = [step.ratio() for step in taken]
+        peak = [step.ratio(study.peak_learning_rate) for step in taken]
+        smooth = np.abs([step.second / step.first for step in taken])
+        by_hessian = f" (from H alone {spread(smooth)})" if np.isfinite(smooth).all() else ""
+        parts.append(
+            f"{where}, learning rate {min(rates):.2g} to {max(rates):.2g}: {spread(ratios)}"
+            f"{by_hessian}; in the same direction at the peak rate of "
+            f"{study.peak_learning_rate:.2g} {np.median(peak):.2g}"
+        )
+        own += ratios
+        at_peak += peak
+    near_peak = np.median(at_peak) >= _NOTICEABLE and only_when(
+        "the learning rate is near its peak"
+    )
+    return claim(
+        np.median(own) >= _NOTICEABLE or near_peak,
+        f"{np.median(own):.2g} of the first",
+        f"|second-order| / |first-order| over {len(own)} steps. {'. '.join(parts)}. They are the "
+        "even and the odd part of what the batch's loss does along the step, kinks included.",
+        "second-order",
+    )
+
+
+def _picture(study: ImageStudy) -> Picture:
+    rows = [(where, step) for where, taken in study.second_order.items() for step in taken]
+    columns = {name: [getattr(step, name) for _, step in rows] for name in vars(rows[0][1])}
+    return Picture(
+        "second-order",
+        second_order_figure(study.second_order),
+        "The loss of a batch along the training step taken on it: its change, the odd part of it "
+        "(the first-order term), the even part (the second-order term, kinks included) and, where "
+        "it was computed, ½ δᵀHδ from the Hessian.",
+        "First- and second-order terms of the loss for single training steps.",
+        {"where": [where for where, _ in rows], **columns},
+    )
+
+
 @register_claims("fisher", BROWNIAN, of=ImageStudy)
-def judge(study: ImageStudy) -> Findings:
+def judge_fisher(study: ImageStudy) -> Findings:
     """The model's KL along random directions, Algorithm 1 on a layer, and counts."""
     if quantized.in_few_bits(study.subject.model):
         raise ValueError("expected answers that follow small changes, got those of few bits")
@@ -72,7 +161,7 @@ def _curvature_ratio(study: ImageStudy, seed: int, target: float = 0.01) -> floa
 def _layer_claims(study: Study) -> list[Claim]:
     """Algorithm 1 on a new layer that reads the classes off the model's last tokens."""
     tokens = study.subject.captured.path[-1]
-    features = layer_norm(tokens)[:, 0, :_COMPONENTS].astype(np.float32)
+    features = measures.layer_norm(tokens)[:, 0, :_COMPONENTS].astype(np.float32)
     classes, labels = np.unique(study.labels, return_inverse=True)
     params = {"kernel": jnp.zeros((features.shape[-1], len(classes)))}
 
@@ -82,9 +171,8 @@ def _layer_claims(study: Study) -> list[Claim]:
 
     args = jnp.asarray(features), jnp.asarray(labels)
     layers = kfac.find_layers(loss, params, *args)
-    optimizer = kfac.algorithm_1(
-        1.0, layers, damping=_DAMPING, max_iterations=4 * _ITERATIONS, tolerance=1e-6
-    )
+    options = dict(damping=_DAMPING, max_iterations=4 * _ITERATIONS, tolerance=1e-6)
+    optimizer = kfac.algorithm_1(1.0, layers, **options)
     value, grads, curvature = kfac.value_grad_and_curvature(loss, fisher="empirical")(params, *args)
     before = float(value)
     updates, _ = optimizer.update(grads, optimizer.init(params), params, curvature=curvature)
@@ -126,14 +214,12 @@ def _dense_solution(features: np.ndarray, labels: np.ndarray, classes: int) -> n
 
 def _cost_claim() -> Claim:
     """By counted multiplications of the layers of a block, in gradients of it."""
-    rows = {}
+    rows, n = {}, _BATCH * _TOKENS
     for name, (width, _) in zip(("DeiT-Ti", "DeiT-S", "DeiT-B"), DEIT_SIZES.values(), strict=True):
-        n = _BATCH * _TOKENS
         layers = 4 * [(width, width)] + [(width, 4 * width), (4 * width, width)]
-        total = functools.partial(sum, start=0.0)
-        gradient = total(3 * n * i * o for i, o in layers)
-        free = total(2 * n * i * o * _ITERATIONS for i, o in layers)
-        formed = total(n * (i * i + o * o) + i**3 + o**3 + i * o * (i + o) for i, o in layers)
+        gradient = sum(3 * n * i * o for i, o in layers)
+        free = sum(2 * n * i * o * _ITERATIONS for i, o in layers)
+        formed = sum(n * (i * i + o * o) + i**3 + o**3 + i * o * (i + o) for i, o in layers)
         rows[name] = free / gradient, formed / gradient
     shown = ", ".join(f"{name} {free:.1f} against {f:.1f}" for name, (free, f) in rows.items())
     cheaper = min(int(f / free * _ITERATIONS) for free, f in rows.values())

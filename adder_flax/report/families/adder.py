@@ -1,32 +1,168 @@
-"""Proposition 1: what adding the identity map does to the singular values of a map."""
+"""Theorem 1, the variance of scores, sampled and on a model's own queries and keys; Proposition 1,
+what adding the identity map does to the singular values of a map.
+"""
 
 import functools
 from typing import Any
 
 import numpy as np
 
+from adder_flax.measures import variance
 from adder_flax.measures.spectrum import IdentityEffect
+from adder_flax.measures.variance import ADDER_VARIANCE_PER_DIM, predicted_variance
 from adder_flax.report import _style
-from adder_flax.report._families import ADDER, register_claims
-from adder_flax.report._study import (
-    NOT_MEASURED,
-    TOLERANCE,
-    Claim,
-    Findings,
-    Picture,
-    Study,
-    only_when,
-    spread,
-)
+from adder_flax.report._families import ADDER, only_when, register_claims, spread
+from adder_flax.report._study import NOT_MEASURED, TOLERANCE, Claim, Findings, Picture, Study
+
+_HEAD_DIMS = (4, 8, 16, 32, 64, 128)
+_SYMBOLS = {"dot": "q·k", "adder": "−‖q − k‖₁"}
+# Sampled variances may be this many standard errors off: 3 would fail one of a dozen estimates too
+# often.
+_STANDARD_ERRORS = 4.0
+_Estimates = dict[str, list[variance.VarianceEstimate]]
+
+
+@register_claims("theorem-1", ADDER)
+def judge_theorem_1(study: Study) -> Findings:
+    """Variances of unit-normal scores against the formula, and of the subject's own scores."""
+    estimates = {score: variance.monte_carlo_variance(score, _HEAD_DIMS) for score in _SYMBOLS}
+    live = {
+        index: variance.live_variance(block.query, block.key, block.score)
+        for index, block in enumerate(study.subject.captured.blocks)
+        if block.score in ("dot", "adder", "gaussian")  # those without learned parameters
+    }
+    claims = [
+        _variance_claim("dot", "d", estimates),
+        _variance_claim("adder", "2d(1 − 2/π) ≈ 0.727 d", estimates),
+        _scale_claim(estimates),
+        _live_claim(study, list(live.values())),
+    ]
+    return Findings(claims, [_theorem_picture(estimates, live)])
+
+
+def _variance_claim(score: str, formula: str, estimates: _Estimates) -> Claim:
+    formula_of, largest = functools.partial(predicted_variance, score), estimates[score][-1]
+    off = max(abs(e.variance - formula_of(e.head_dim)) / e.standard_error for e in estimates[score])
+    return ADDER.claim(
+        f"theorem-1-{score}",
+        "Theorem 1",
+        f"For unit-normal q and k the variance of {_SYMBOLS[score]} is {formula}.",
+        off < _STANDARD_ERRORS,
+        f"{largest.variance / largest.head_dim:.3f} d",
+        f"Sampled at d = {_HEAD_DIMS[0]} … {_HEAD_DIMS[-1]}: within {off:.1f} standard errors; at "
+        f"d = {largest.head_dim} {largest.variance:.1f} against "
+        f"{formula_of(largest.head_dim):.1f}.",
+        "theorem-1",
+    )
+
+
+def _scale_claim(estimates: _Estimates) -> Claim:
+    left = [estimate.variance / estimate.head_dim for estimate in estimates["adder"]]
+    return ADDER.claim(
+        "theorem-1-scale",
+        "A.2",
+        "Scaling by 1/√d counteracts the growth of the adder score's variance.",
+        max(left) - min(left) < TOLERANCE * ADDER_VARIANCE_PER_DIM,
+        f"scaled variance {min(left):.3f} to {max(left):.3f}",
+        f"The scaled variance is {min(left):.3f} to {max(left):.3f} at every d: constant, but not "
+        "1; the dot product's is 1. The variance-matched scale 1/√(0.727 d) gives "
+        f"{np.mean(left) / ADDER_VARIANCE_PER_DIM:.3f}.",
+        "theorem-1",
+    )
+
+
+def _live_claim(study: Study, live: list[variance.LiveVariance]) -> Claim:
+    claim = functools.partial(
+        ADDER.claim,
+        "theorem-1-live",
+        "A.2 (assumption)",
+        "The model's own queries and keys are unit-normal enough for Theorem 1 to give their score "
+        "variance.",
+    )
+    if not live:
+        scores = ", ".join(sorted(set(study.subject.scores)))
+        finding = f"Scores with learned parameters ({scores}) have no formula."
+        return claim(NOT_MEASURED, finding=finding)
+    ratios = [entry.measured / entry.predicted for entry in live]
+    rescaled = [entry.measured / entry.rescaled for entry in live]
+    near = lambda values: all(abs(value - 1) < TOLERANCE for value in values)
+    of = lambda name: spread([getattr(entry, name) for entry in live])
+    return claim(
+        near(ratios) or (near(rescaled) and only_when("the variance of the components is put in")),
+        f"{spread(ratios)} × predicted",
+        f"Measured over predicted variance by block: {spread(ratios)}; with the measured component "
+        f"variances put in {spread(rescaled)}. Root mean square of q: {of('query_rms')}, "
+        f"correlation of a token's q with its k: {of('component_correlation')}, excess kurtosis: "
+        f"{of('excess_kurtosis')}.",
+        "theorem-1",
+    )
+
+
+def _theorem_picture(estimates: _Estimates, live: dict[int, variance.LiveVariance]) -> Picture:
+    figure, [[raw, scaled]] = _style.new_figure(9.0, 3.9, 1, 2)
+    _draw_raw_variance(raw, estimates, list(live.values()))
+    dot, adder = (
+        np.array([each.variance / each.head_dim for each in estimates[score]]) for score in _SYMBOLS
+    )
+    series = {
+        "q·k, 1/√d": dot,
+        "−‖q − k‖₁, 1/√d": adder,
+        "−‖q − k‖₁, variance-matched": adder / ADDER_VARIANCE_PER_DIM,
+    }
+    _style.draw_lines(scaled, _HEAD_DIMS, series, markersize=5, fillstyle="none")
+    for level in (1.0, ADDER_VARIANCE_PER_DIM):
+        scaled.axhline(level, color=_style.GREY, linewidth=0.8, linestyle=":")
+    _style.octaves(scaled, _HEAD_DIMS)
+    scaled.set_ylim(0, 1.6)
+    _style.dress(scaled, "head width d", "variance", "scaled scores", legend_at="best")
+    rows = [
+        (score, "sampled", *vars(each).values(), predicted_variance(score, each.head_dim))
+        for score, sampled in estimates.items()
+        for each in sampled
+    ]
+    rows += [
+        ("model", f"block {index + 1}", entry.head_dim, entry.measured, np.nan, entry.predicted)
+        for index, entry in live.items()
+    ]
+    names = ("score", "source", "head_dim", "variance", "standard_error", "predicted")
+    return Picture(
+        "theorem-1",
+        figure,
+        "Variance of scores between unit-normal vectors against the head width. Left, raw scores: "
+        "Theorem 1 as lines, samples as open marks, the model's own queries and keys as crosses. "
+        "Right, after scaling: constant at every width, and 1 for the adder score only with the "
+        "variance-matched scale.",
+        "Variance of raw and of scaled scores against head width for dot product and L1 distance.",
+        dict(zip(names, zip(*rows, strict=True), strict=True)),
+    )
+
+
+def _draw_raw_variance(axis, estimates: _Estimates, live: list[variance.LiveVariance]) -> None:
+    for line, (score, symbol) in zip(_style.LINES, _SYMBOLS.items(), strict=False):
+        predicted = [predicted_variance(score, dim) for dim in _HEAD_DIMS]
+        axis.plot(_HEAD_DIMS, predicted, **{**line, "marker": None}, label=f"{symbol}, Theorem 1")
+        sampled = [estimate.variance for estimate in estimates[score]]
+        errors = [3 * estimate.standard_error for estimate in estimates[score]]
+        marks = {**line, "linestyle": "none", "fillstyle": "none", "markersize": 5, "capsize": 3}
+        label = f"{symbol}, sampled (3 s.e.)"
+        axis.errorbar(_HEAD_DIMS, sampled, yerr=errors, **marks, label=label)
+    if live:
+        dims, measured = zip(*((entry.head_dim, entry.measured) for entry in live), strict=True)
+        crosses = dict(color="#0072B2", marker="x", linestyle="none")
+        axis.plot(dims, measured, **crosses, label="this model, one × a block")
+    _style.octaves(axis, _HEAD_DIMS)
+    axis.set_yscale("log")
+    _style.dress(axis, "head width d", "variance", "raw scores", legend_at="best")
 
 
 @register_claims("proposition-1", ADDER)
-def judge(study: Study) -> Findings:
+def judge_proposition_1(study: Study) -> Findings:
     """Spectra of the subject's maps with and without the identity, and against the baseline's."""
     effects = study.subject.effects
-    claims = [*_assumption_claims(_merge(effects)), *_curve_claims(_merge(effects))]
-    pictures = [_spectrum_picture(study), _ratio_picture(study), _rank_picture(effects)]
-    return Findings([*claims, _rank_claim(study)], pictures)
+    claims = [*_proposition_claims(_merge(effects)), _rank_claim(study)]
+    return Findings(
+        claims, [_spectrum_picture(study), _ratio_picture(study), _rank_picture(effects)]
+    )
 
 
 def _merge(effects: list[IdentityEffect]) -> IdentityEffect:
@@ -39,9 +175,14 @@ def _share(condition: Any) -> str:
     return f"{'all' if condition.all() else f'{condition.mean():.1%} of'} {condition.size} maps"
 
 
-def _assumption_claims(effect: IdentityEffect) -> list[Claim]:
+def _proposition_claims(effect: IdentityEffect) -> list[Claim]:
     exact, symmetric = effect.deviation < 0.01, effect.asymmetry < 0.05
     sometimes = exact.any() and only_when("the map is symmetric and positive semidefinite")
+    rises, bends = np.diff(effect.f, axis=-1), np.diff(effect.f, n=2, axis=-1)
+    shaped = (rises.min(-1) >= -1e-9) & (bends.max(-1, initial=0) <= 1e-9)
+    slower = effect.ratio.min(-1) >= 1 - 1e-9
+    closer = (effect.difference - effect.difference_identity).min(-1) >= -1e-9
+    ranks = effect.rank_identity >= effect.rank
     return [
         ADDER.claim(
             "maps-symmetric",
@@ -63,16 +204,6 @@ def _assumption_claims(effect: IdentityEffect) -> list[Claim]:
             "proof needs it to be at least 0.",
             "ranks",
         ),
-    ]
-
-
-def _curve_claims(effect: IdentityEffect) -> list[Claim]:
-    rises, bends = np.diff(effect.f, axis=-1), np.diff(effect.f, n=2, axis=-1)
-    shaped = (rises.min(-1) >= -1e-9) & (bends.max(-1, initial=0) <= 1e-9)
-    slower = effect.ratio.min(-1) >= 1 - 1e-9
-    closer = (effect.difference - effect.difference_identity).min(-1) >= -1e-9
-    ranks = effect.rank_identity >= effect.rank
-    return [
         ADDER.claim(
             "proposition-1-concave",
             "Proposition 1, assertion 1",
@@ -163,7 +294,7 @@ def _spectrum_picture(study: Study) -> Picture:
         axis.set_ylim(0, 1.02)
         _style.whole_ticks(axis)
         label = "share of Σσ" if axis is axes[0, 0] else ""
-        _style.dress(axis, xlabel="r", ylabel=label, title=f"block {index + 1}")
+        _style.dress(axis, "r", label, f"block {index + 1}")
     _style.legend(axes[0, 0], loc="lower right")
     return Picture(
         "spectrum",
@@ -178,7 +309,6 @@ def _spectrum_picture(study: Study) -> Picture:
 
 
 def _ratio_picture(study: Study) -> Picture:
-    """f, R and D averaged over all blocks, images and heads."""
     merged = _merge(study.subject.effects)
     panels = {
         "f(r), f̃(r)": {"A": merged.f, "A + I": merged.f_identity},
@@ -186,10 +316,10 @@ def _ratio_picture(study: Study) -> Picture:
         "D(r) = f − r/N": {"A": merged.difference, "A + I": merged.difference_identity},
     }
     if study.baseline is not None:
-        other, name = _merge(study.baseline.effects), study.baseline.name
+        other = _merge(study.baseline.effects)
         others = other.f, other.ratio, other.difference
         for curves, values in zip(panels.values(), others, strict=True):
-            curves[name] = values
+            curves[study.baseline.name] = values
     labels = dict.fromkeys(label for curves in panels.values() for label in curves)
     lines = dict(zip(labels, _style.LINES, strict=False))
     figure, axes = _style.new_figure(9.6, 3.2, 1, 3)
@@ -200,9 +330,8 @@ def _ratio_picture(study: Study) -> Picture:
             data |= {f"{title}, {name}": column for name, column in drawn.items()}
         _style.whole_ticks(axis)
         _style.dress(axis, xlabel="r", title=title)
-    dotted = dict(color=_style.GREY, linestyle=":")
-    axes[0, 0].plot(data["r"], merged.g, linewidth=1, label="g = r/N", **dotted)
-    axes[0, 1].axhline(1.0, linewidth=0.8, **dotted)
+    axes[0, 0].plot(data["r"], merged.g, ":", color=_style.GREY, linewidth=1, label="g = r/N")
+    axes[0, 1].axhline(1.0, linewidth=0.8, color=_style.GREY, linestyle=":")
     _style.legend(axes[0, 0], loc="lower right")
     return Picture(
         "ratio",
@@ -218,7 +347,7 @@ def _ratio_picture(study: Study) -> Picture:
 
 
 def _rank_picture(effects: list[IdentityEffect]) -> Picture:
-    figure, axes = _style.new_figure(8.4, 3.3, 1, 2)
+    figure, [[left, right]] = _style.new_figure(8.4, 3.3, 1, 2)
     of = lambda name: [getattr(effect, name) for effect in effects]
     ranks = {
         "rank at 0.9, A": of("rank"),
@@ -231,13 +360,12 @@ def _rank_picture(effects: list[IdentityEffect]) -> Picture:
         "deviation max |σ̃ − σ − 1|": of("deviation"),
         "−lowest eigenvalue of (A + Aᵀ)/2": [-value for value in of("lowest_eigenvalue")],
     }
-    data: dict[str, np.ndarray] = {}
-    for axis, group in zip(axes[0], (ranks, tests), strict=True):
-        data |= _style.by_block(axis, group)
+    data = _style.by_block(left, ranks) | _style.by_block(right, tests)
+    for axis in (left, right):
         axis.set_ylim(min(0.0, axis.get_ylim()[0]), 1.4 * axis.get_ylim()[1])  # room for the legend
-    titles = {"rank": "ranks", "size": "what the proof assumes, and its error"}
-    for axis, (label, title) in zip(axes[0], titles.items(), strict=True):
-        _style.dress(axis, xlabel="block", ylabel=label, title=title, legend_at="upper left")
+    _style.dress(left, "block", "rank", "ranks", legend_at="upper left")
+    title = "what the proof assumes, and its error"
+    _style.dress(right, "block", "size", title, legend_at="upper left")
     return Picture(
         "ranks",
         figure,
