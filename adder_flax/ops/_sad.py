@@ -5,7 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Int32, UInt8
+from jaxtyping import Array, ArrayLike, Float, Int32, Integer, UInt8
 
 from adder_flax.ops._backend import left_to_compiler, resolve_backend
 from adder_flax.ops._functions import as_floating, broadcast_pairs
@@ -24,26 +24,26 @@ class SadWeights:
     columns: UInt8[Array, "N K"]  # of w, each contiguous
 
 
-def sad_pack(w: UInt8[ArrayLike, "K N"] | SadWeights) -> SadWeights:
+def sad_pack(w: Integer[ArrayLike, "K N"] | SadWeights) -> SadWeights:
     """Puts weights into the order in which kernels read them, once for all calls.
 
     Raises:
       ValueError: if w is no matrix, or has more than 2²³ rows.
-      TypeError: if w is not of uint8.
+      TypeError: if w is not of bytes.
 
     >>> sad_pack(jnp.zeros((8, 3), jnp.uint8)).columns.shape
     (3, 8)
     """
     if isinstance(w, SadWeights):
         return w
-    w = _as_bytes(w=w)
+    w = _as_bytes("w", w)
     if w.ndim != 2:
         raise ValueError(f"expected w of shape (K, N), got {w.shape}; reshape it to a matrix")
     return SadWeights(w.T)
 
 
 def sad_matmul(
-    x: UInt8[ArrayLike, "*batch K"], w: UInt8[ArrayLike, "K N"] | SadWeights
+    x: Integer[ArrayLike, "*batch K"], w: Integer[ArrayLike, "K N"] | SadWeights
 ) -> Int32[Array, "*batch N"]:
     r"""The adder product of bytes, without its sign: exact integers, the same on every backend.
 
@@ -53,18 +53,20 @@ def sad_matmul(
     gradient, as nothing of integers has; a layer that learns through it says what stands for one.
 
     Args:
-      x, w: the last axis of the one and the first of the other are contracted; w may be packed by
-        `sad_pack`.
+      x, w: the last axis of the one and the first of the other are contracted. Both are uint8, or
+        both int8, which is shifted by 128; w may be such bytes packed by `sad_pack`.
 
     Raises:
       ValueError: if the shapes do not fit, or K is over 2²³, where sums leave int32.
-      TypeError: if x or w is not of uint8.
+      TypeError: if x and w are not both of uint8 or both of int8.
 
     >>> x, w = jnp.array([[1, 2]], jnp.uint8), jnp.array([[0, 1], [0, 255]], jnp.uint8)
     >>> print(sad_matmul(x, w))
     [[  3 253]]
     """
-    rows, columns = _as_bytes(x=x), sad_pack(w).columns
+    if not isinstance(w, SadWeights):
+        _check_alike("x", x, "w", w)
+    rows, columns = _as_bytes("x", x), sad_pack(w).columns
     _check_terms(rows, columns)
 
     def product(x, columns):
@@ -76,7 +78,7 @@ def sad_matmul(
 
 
 def sad_scores(
-    query: UInt8[ArrayLike, "*#batch Nq d"], key: UInt8[ArrayLike, "*#batch Nk d"]
+    query: Integer[ArrayLike, "*#batch Nq d"], key: Integer[ArrayLike, "*#batch Nk d"]
 ) -> Int32[Array, "*batch Nq Nk"]:
     r"""The scores of adder attention of bytes, without their sign: exact integers.
 
@@ -84,13 +86,14 @@ def sad_scores(
 
     Raises:
       ValueError: if the shapes do not fit, or d is over 2²³.
-      TypeError: if query or key is not of uint8.
+      TypeError: if query and key are not both of uint8 or both of int8.
 
     >>> query, key = jnp.array([[0, 0], [1, 1]], jnp.uint8), jnp.array([[128, 3]], jnp.uint8)
     >>> print(sad_scores(query, key).T)
     [[131 129]]
     """
-    query, key = _as_bytes(query=query), _as_bytes(key=key)
+    _check_alike("query", query, "key", key)
+    query, key = _as_bytes("query", query), _as_bytes("key", key)
 
     def scores(query, key):
         return call(resolve_backend(jnp.float32), "sad", *broadcast_pairs(query, key))
@@ -311,12 +314,20 @@ def _check_terms(x, columns):
         )
 
 
-def _as_bytes(**arrays) -> jax.Array:
-    ((name, array),) = arrays.items()
-    array = jnp.asarray(array)
-    if array.dtype != jnp.uint8:
+def _check_alike(name, array, other_name, other):
+    if (dtype := jnp.result_type(array)) != jnp.result_type(other):
         raise TypeError(
-            f"expected `{name}` in uint8; got {array.dtype}; round it first, as "
+            f"expected `{name}` and `{other_name}` both of uint8 or both of int8; got {dtype} and "
+            f"{jnp.result_type(other)}; round both on one scale, as adder_flax.quantized does"
+        )
+
+
+def _as_bytes(name: str, array) -> jax.Array:
+    """Returns an array of bytes as uint8, int8 shifted by 128."""
+    array = jnp.asarray(array)
+    if array.dtype not in (jnp.uint8, jnp.int8):
+        raise TypeError(
+            f"expected `{name}` in uint8 or int8; got {array.dtype}; round it first, as "
             "adder_flax.quantized.quantize does"
         )
     terms = array.shape[0 if name == "w" else -1] if array.ndim else 0
@@ -325,4 +336,6 @@ def _as_bytes(**arrays) -> jax.Array:
             f"expected sums of at most 2**23 = {MOST_TERMS} bytes, which fit into int32; got "
             f"{terms} in `{name}`; cut the sum into parts"
         )
+    if array.dtype == jnp.int8:
+        return jax.lax.bitcast_convert_type(array, jnp.uint8) ^ jnp.uint8(128)
     return array

@@ -49,8 +49,9 @@ def truth(x, w):
     return np.abs(x[..., :, None, :] - w[..., None, :, :]).sum(-1)
 
 
-def random_bytes(seed, *shape):
-    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+def random_bytes(seed, *shape, dtype=np.uint8):
+    limits = np.iinfo(dtype)
+    return np.random.default_rng(seed).integers(limits.min, limits.max + 1, shape, dtype)
 
 
 def check(backend, x, w):
@@ -116,8 +117,9 @@ def test_many_terms_are_shared_out_over_threads():
         )
 
 
-def test_matmul_takes_bytes_packed_or_not():
-    x, w = random_bytes(1, 2, 5, 19), random_bytes(2, 19, 7)
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8])
+def test_matmul_takes_both_kinds_of_bytes_packed_or_not(dtype):
+    x, w = random_bytes(1, 2, 5, 19, dtype=dtype), random_bytes(2, 19, 7, dtype=dtype)
     expected = truth(x, w.T)
     packed = ops.sad_pack(w)
     for function in (ops.sad_matmul, jax.jit(ops.sad_matmul)):
@@ -129,8 +131,10 @@ def test_matmul_takes_bytes_packed_or_not():
     assert jax.eval_shape(ops.sad_matmul, x, packed) == jax.ShapeDtypeStruct((2, 5, 7), jnp.int32)
 
 
-def test_scores_broadcast_over_leading_axes():
-    query, key = random_bytes(1, 2, 3, 17, 24), random_bytes(2, 3, 29, 24)
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8])
+def test_scores_broadcast_over_leading_axes(dtype):
+    query = random_bytes(1, 2, 3, 17, 24, dtype=dtype)
+    key = random_bytes(2, 3, 29, 24, dtype=dtype)
     np.testing.assert_array_equal(ops.sad_scores(query, key), truth(query, key))
 
 
@@ -162,7 +166,7 @@ BYTES = jax.ShapeDtypeStruct((2, 3), jnp.uint8)
 FLOATS = jax.ShapeDtypeStruct((3, 4), jnp.float32)
 REFUSED = {
     "floats": (TypeError, ops.sad_matmul, FLOATS, FLOATS, "got float32; round it first"),
-    "floats and bytes": (TypeError, ops.sad_matmul, BYTES, FLOATS, "`w` in uint8; got float32"),
+    "floats and bytes": (TypeError, ops.sad_matmul, BYTES, FLOATS, "got uint8 and float32"),
     "two kinds": (TypeError, ops.sad_scores, BYTES, jax.ShapeDtypeStruct((4, 3), jnp.int8), "int8"),
     "widths": (ValueError, ops.sad_matmul, BYTES, BYTES, r"got \(2, 3\) and \(2, 3\)"),
     "heads": (ValueError, ops.sad_scores, BYTES, BYTES.update(shape=(2, 4)), "the same d"),
