@@ -183,12 +183,13 @@ def write(folder: Path, models: dict[str, nnx.Module], **shared: Any) -> Files:
 
 def write_onnx(files: Files, images: np.ndarray, batch: int) -> None:
     """Writes timm's network for a batch size, in float32 and in int8 calibrated on images."""
-    if not all(map(importlib.util.find_spec, ("torch", "timm", "onnx", "onnxruntime"))):
+    paths = [onnx_file(files, kind, batch) for kind in ("float32", "int8")]
+    packages = map(importlib.util.find_spec, ("torch", "timm", "onnx", "onnxruntime"))
+    if paths[1].exists() or not all(packages):
         return
     import torch
     from onnxruntime import quantization
 
-    paths = [onnx_file(files, kind, batch) for kind in ("float32", "int8")]
     images = _channels_first(images)
     given = torch.tensor(np.resize(images, (batch, *images.shape[1:])))
     names = dict(input_names=["images"], dynamo=False)
