@@ -21,7 +21,7 @@ from adder_flax.ops import _nvrtc
 from adder_flax.training import topology
 from benchmarks.sass import GPU_NAMES, assemble
 from benchmarks.timing import busy_seconds, gpu_events
-from kfac.solve import _solvers
+from kfac.solve import _inverses
 
 LANES = 24
 
@@ -37,14 +37,14 @@ def ptx_of(source: str) -> str:
 
 def first_line(source: str) -> str:
     """Returns what the PTX of a source begins with."""
-    return f"// Of {_solvers.SOURCE.name}, SHA-256 {hashlib.sha256(source.encode()).hexdigest()}"
+    return f"// Of {_inverses.SOURCE.name}, SHA-256 {hashlib.sha256(source.encode()).hexdigest()}"
 
 
 def print_costs() -> None:
     """Prints what the kernel costs on GPUs that need not be here."""
     for gpu in GPU_NAMES:
         architecture = topology.GPUS[gpu].architecture
-        says = assemble(_solvers.PTX.read_text(), architecture).assembler_says
+        says = assemble(_inverses.PTX.read_text(), architecture).assembler_says
         numbers = [int(n) for n in re.findall(r"(\d+) (?:registers|bytes (?:spill|smem))", says)]
         print(f"{gpu}: stores and loads spilled, registers, shared bytes: {numbers}")
 
@@ -56,13 +56,13 @@ def print_measured(calls: int = 20) -> None:
     largest.
     """
     rng = np.random.default_rng(0)
-    rows = _solvers.ROWS
+    rows = _inverses.ROWS
     columns = rng.normal(size=(LANES, rows // 2, rows)) / np.sqrt(rows)
     matrices = columns.mT @ columns + 1e-4 * np.eye(rows)
     exact = np.linalg.inv(matrices)
     for name, root_of in {
-        "kernel": _solvers._root_by_kernel,
-        "library": _solvers._root_by_cholesky,
+        "kernel": _inverses._root_by_kernel,
+        "library": _inverses._root_by_cholesky,
     }.items():
         function = jax.jit(root_of)
         root = np.asarray(function(jnp.asarray(matrices, jnp.float32)), np.float64)
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = benchmarks.parser(__doc__)
     parser.add_argument("--write", action="store_true", help="make the PTX anew")
     if parser.parse_args(arguments).write:
-        _solvers.PTX.write_text(ptx_of(_solvers.SOURCE.read_text()))
+        _inverses.PTX.write_text(ptx_of(_inverses.SOURCE.read_text()))
     print_costs()
     if jax.default_backend() == "gpu":
         print_measured()

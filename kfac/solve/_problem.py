@@ -14,6 +14,7 @@ from kfac.curvature._blocks import Block
 from kfac.curvature._gather import Curvature
 from kfac.solve import _solvers as solver
 from kfac.solve import _systems as systems
+from kfac.solve._inverses import damped_inverses
 from kfac.solve._solvers import Solution
 from kfac.solve._systems import System
 from kfac.step._state import Averages, Options, State
@@ -154,7 +155,7 @@ def _refresh_inverses(step: Step, build: Callable, gamma: dict[str, Array]) -> F
 
     def invert() -> Factors:
         # Built in here: XLA copies what a branch takes from outside at every step.
-        inverses = solver.damped_inverses(build(old), gamma)
+        inverses = damped_inverses(build(old), gamma)
         return {n: tuple(a.astype(old[n][0].dtype) for a in pair) for n, pair in inverses.items()}
 
     # An old inverse costs CG iterations, not the solution.

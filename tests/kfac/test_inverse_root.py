@@ -8,8 +8,8 @@ import pytest
 from adder_flax.ops import _nvrtc
 from adder_flax.ops._cuda import Kernel
 from benchmarks.inverse_root import first_line, ptx_of
-from kfac.solve import _solvers
-from kfac.solve._solvers import (
+from kfac.solve import _inverses
+from kfac.solve._inverses import (
     PTX,
     ROWS,
     SOURCE,
@@ -28,13 +28,13 @@ def on_host(monkeypatch):
 
     def roots(matrices):
         kernel = Kernel(
-            _solvers.KERNEL, SOURCE.read_text(), len(matrices), _solvers.THREADS, stage=0
+            _inverses.KERNEL, SOURCE.read_text(), len(matrices), _inverses.THREADS, stage=0
         )
         like = jax.ShapeDtypeStruct(matrices.shape, matrices.dtype)
         return run_on_host(kernel, [matrices], [like])[0]
 
-    monkeypatch.setattr(_solvers, "_roots", roots)
-    monkeypatch.setattr(_solvers, "_root", _root_by_kernel)
+    monkeypatch.setattr(_inverses, "_roots", roots)
+    monkeypatch.setattr(_inverses, "_root", _root_by_kernel)
 
 
 def spd(lanes, rows, condition=1e3):
@@ -63,7 +63,7 @@ def test_inverses_by_the_kernel_are_as_near_as_by_the_library(on_host, monkeypat
         return np.linalg.norm(np.asarray(inverses, np.float64) - exact) / np.linalg.norm(exact)
 
     by_kernel = error()
-    monkeypatch.setattr(_solvers, "_root", _root_by_cholesky)
+    monkeypatch.setattr(_inverses, "_root", _root_by_cholesky)
     assert by_kernel < 2 * error()
 
 
@@ -89,7 +89,7 @@ def test_it_has_the_derivative_of_the_library(on_host):
 def test_it_is_in_programs_for_nvidia_gpus_alone_and_in_float32_alone():
     def program(dtype, platform, batch=()):
         matrices = jnp.broadcast_to(jnp.eye(200, dtype=dtype), (*batch, 3, 200, 200))
-        function = _solvers._damped_inverse
+        function = _inverses._damped_inverse
         function = jax.vmap(function, in_axes=(0, None)) if batch else function
         traced = jax.jit(function).trace(matrices, jnp.ones(3, dtype))
         return traced.lower(lowering_platforms=(platform,)).as_text()
@@ -100,15 +100,15 @@ def test_it_is_in_programs_for_nvidia_gpus_alone_and_in_float32_alone():
     assert "potrf" not in single
     assert "grid_x = 6 : i32" in program(jnp.float32, "cuda", batch=(2,))
     for platform in ("cpu", "tpu", "rocm"):
-        assert _solvers.KERNEL not in program(jnp.float32, platform)
+        assert _inverses.KERNEL not in program(jnp.float32, platform)
     with jax.enable_x64(True):
-        assert _solvers.KERNEL not in program(jnp.float64, "cuda")
+        assert _inverses.KERNEL not in program(jnp.float64, "cuda")
 
 
 def test_the_ptx_is_that_of_the_source():
     source, ptx = SOURCE.read_text(), PTX.read_text()
     assert ptx.splitlines()[0] == first_line(source)
-    assert f".entry {_solvers.KERNEL}(" in ptx
+    assert f".entry {_inverses.KERNEL}(" in ptx
     try:
         _nvrtc.load_library()
     except OSError as error:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kfac.solve import _solvers as solver
-from kfac.solve._solvers import _damped_inverse, _root_and_inverse
+from kfac.solve._inverses import _damped_inverse, _root_and_inverse
 
 pytestmark = pytest.mark.usefixtures("x64")
 
