@@ -63,7 +63,15 @@ def save_weights(
     ...     load_weights(model, f"{folder}/model.safetensors")
     ()
     """
-    write_whole(path, weights_of(model, names, statistics))
+    content = weights_of(model, names, statistics)
+    try:
+        write_whole(path, content)
+    except OSError as error:
+        raise type(error)(
+            f"expected to write {len(content)} bytes to {printable(path)}, got: "
+            f"{error.strerror or error}; what was there is still there; make room, or choose "
+            "another path"
+        ) from error
 
 
 def weights_of(model: nnx.Module, names: str, statistics: Statistics | None = None) -> bytes:

@@ -94,7 +94,8 @@ def dress(
 
 def whole_ticks(axes: "Axes") -> None:
     """Ticks of the horizontal axis at whole numbers only, for blocks and ranks."""
-    from matplotlib.ticker import MaxNLocator
+    with needs("report"):
+        from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
 

@@ -14,8 +14,6 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-import pydantic
-
 from adder_flax.registry import Registry
 
 LONGEST_NAME = 200
@@ -225,6 +223,8 @@ def declared_in(settings: type) -> dict[str, Declared]:
 
 def _checked(hint: Any, declared: Declared) -> tuple[Any, str]:
     """Returns what Pydantic checks a field for, and what it has to be in the words of a message."""
+    import pydantic  # whoever borrows a layer need not have it
+
     kinds, limits = _alternatives(declared.commas or hint), dict(declared.limits)
     if declared.words:
         named = lambda k: typing.get_origin(k) in (tuple, Literal)
@@ -255,6 +255,8 @@ def _alternatives(hint: Any) -> Sequence[Any]:
 
 def _limited(kind: Any, limits: Mapping[str, Any]) -> tuple[Any, list[str]]:
     """Returns one type with its limits for Pydantic, and in words what its values are."""
+    import pydantic  # whoever borrows a layer need not have it
+
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         return kind, list(map(repr, inner))

@@ -30,7 +30,7 @@ from adder_flax.settings import (
 from adder_flax.tasks import Classification, ImageFacts, Outcome
 from adder_flax.training import evaluation_params, make_eval_step, make_train_step, sharding
 from adder_flax.training.optimizers import CurvatureOptimizer, find_layers
-from adder_flax.training.program import built_from
+from adder_flax.training.program import _built_from
 from adder_flax.training.step import Parts, init_state, joined, make_loss_fn, take_apart
 from adder_flax.training.workdir import check_jax_settings, write_jax_settings
 from tests.processes import run_code
@@ -520,7 +520,7 @@ class Noisy(nnx.Module):
 
 
 def test_streams_that_a_model_keeps_draw_by_the_step_s_key():
-    made = lambda: built_from(Noisy, itertools.repeat(jax.random.key(0)))
+    made = lambda: _built_from(Noisy, itertools.repeat(jax.random.key(0)))
     skeleton, _ = take_apart(nnx.eval_shape(made))
     _, variables = take_apart(made())
     drawn = [
