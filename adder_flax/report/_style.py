@@ -163,7 +163,8 @@ def save_figure(
     ...     [path.name for path in save_figure(figure, f"{directory}/curves", ("png", "svg"))]
     ['curves.png', 'curves.svg']
     """
-    from matplotlib import rc_context
+    with needs("report"):
+        from matplotlib import rc_context
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

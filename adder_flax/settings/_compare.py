@@ -1,11 +1,10 @@
 """Settings of a comparison: what is compared, what is tuned, on which seeds, against what."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
-
-from pydantic import AfterValidator, Field, TypeAdapter
 
 from adder_flax.settings._declare import LONGEST_NAME, fault, section, setting
 from adder_flax.settings._optimizer import OptimizerSettings
@@ -65,16 +64,21 @@ def _space(fields: Mapping[str, Any]) -> dict[str, Range]:
     return {path: _range(tried) for path, tried in _by_path(fields).items()}
 
 
-_Name = Annotated[
-    str, Field(max_length=LONGEST_NAME, pattern=r"^ *[^/\p{C}\p{Z}]([^/\p{C}\p{Z}]| )*$")
-]
-_Level = Annotated[dict[_Name, Any], AfterValidator(_level)]
-_Levels = Annotated[dict[_Name, _Level], Field(min_length=1)]
-_FACTORS = TypeAdapter(
-    Annotated[dict[_Name, _Levels], Field(min_length=1), AfterValidator(Options)]
-)
-_BASELINE = TypeAdapter(Annotated[dict[_Name, _Name], AfterValidator(Options)])
-_SPACE = TypeAdapter(Annotated[dict[_Name, Any], AfterValidator(_space), AfterValidator(Options)])
+@functools.cache
+def _readers() -> dict[str, Callable[[Any], Any]]:
+    """What reads a field that holds others by name."""
+    from pydantic import AfterValidator, Field, TypeAdapter  # which borrowers of a layer may lack
+
+    pattern = r"^ *[^/\p{C}\p{Z}]([^/\p{C}\p{Z}]| )*$"
+    name = Annotated[str, Field(max_length=LONGEST_NAME, pattern=pattern)]
+    level = Annotated[dict[name, Any], AfterValidator(_level)]
+    levels = Annotated[dict[name, level], Field(min_length=1)]
+    kinds = {
+        "factors": Annotated[dict[name, levels], Field(min_length=1), AfterValidator(Options)],
+        "baseline": Annotated[dict[name, name], AfterValidator(Options)],
+        "search": Annotated[dict[name, Any], AfterValidator(_space), AfterValidator(Options)],
+    }
+    return {field: TypeAdapter(kind).validate_python for field, kind in kinds.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,14 +90,14 @@ class CompareSettings:
     factors: Mapping[str, Any] = setting(
         {"mechanism": {"dot": {}}},
         "what differs; every combination of levels is an arm",
-        parse=_FACTORS.validate_python,
+        parse=lambda value: _readers()["factors"](value),
         expected="by factor and by level, the fields that the level sets: {'mechanism': {'adder': "
         f"{{'model': {{…}}}}, …}}, …}}; or in place of a value its range, {_RANGE}",
     )
     baseline: Mapping[str, str] = setting(
         {},
         "the levels that the others of a factor are compared with",
-        parse=_BASELINE.validate_python,
+        parse=lambda value: _readers()["baseline"](value),
         expected="by factor the level that others are compared with: {'mechanism': 'dot'}",
     )
     match: Literal["steps", "nothing"] = setting(
@@ -103,7 +107,7 @@ class CompareSettings:
     search: Mapping[str, Any] = setting(
         {},
         "what is tuned in every arm",
-        parse=_SPACE.validate_python,
+        parse=lambda value: _readers()["search"](value),
         expected=f"fields with {_RANGE}",
     )
     trials: int = setting(

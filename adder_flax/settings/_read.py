@@ -7,9 +7,6 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-import pydantic
-from pydantic_core import PydanticCustomError
-
 from adder_flax.errors import RunError
 from adder_flax.settings._declare import (
     LONGEST_NAME,
@@ -37,10 +34,12 @@ def read(settings: type[Settings], fields: Any, where: str = "config") -> Settin
     Raises:
       SettingsError: with one line for each field that is wrong, missing or unknown.
     """
+    from pydantic import ValidationError  # whoever borrows a layer need not have it
+
     fields = fields.to_dict() if hasattr(fields, "to_dict") else fields
     try:
         made = _validated(settings, fields)
-    except pydantic.ValidationError as error:
+    except ValidationError as error:
         found = error.errors(include_url=False)
         raise SettingsError(
             _message([_in_words(settings, fields, where, each) for each in found])
@@ -62,6 +61,8 @@ def _validated(settings: type[Settings], fields: Any) -> Settings:
 @functools.cache
 def _model(settings: type) -> Any:
     """Returns Pydantic's model of a class. It has no defaults: a configuration has all fields."""
+    import pydantic
+
     types: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
         if (nested := class_of(field)) is not None:
@@ -87,6 +88,8 @@ def _take(declared: Declared, value: Any, check: Callable[[Any], Any]) -> Any:
     try:
         return _taken(declared, _plain(value), check)
     except (ValueError, TypeError, OverflowError):
+        from pydantic_core import PydanticCustomError
+
         words = {"expected": declared.expected}
         raise PydanticCustomError("setting", "{expected}", words) from None
 
@@ -127,6 +130,8 @@ def _read_section(field: dataclasses.Field, own: Any) -> Any:
         try:
             among.get(name)
         except ValueError as error:
+            from pydantic_core import PydanticCustomError
+
             raise PydanticCustomError("name", "{words}", {"words": str(error)}) from None
     settings = class_of(field, own)
     if field.metadata["joined"] is not None and isinstance(own, Mapping):
