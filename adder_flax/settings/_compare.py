@@ -1,16 +1,16 @@
 """Settings of a comparison: what is compared, what is tuned, on which seeds, against what."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
-from adder_flax.settings._declare import LONGEST_NAME, fault, section, setting
+from adder_flax.settings._declare import LONGEST_NAME, fault, is_mapping, section, setting
 from adder_flax.settings._optimizer import OptimizerSettings
 from adder_flax.settings._run import RunSettings
 from adder_flax.settings._use import Options
 
+_MOST_LEVELS = 100
 # Fields that the comparison sets itself.
 _OWN = {"seed", "init", "data.train_split", "data.eval_split"}
 
@@ -34,15 +34,29 @@ Range = LogUniform | OneOf
 _RANGE = "('log', low, high) with 0 < low < high or ('list', a, b, …)"
 
 
-def _by_path(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _named(value: Any) -> dict[str, Any]:
+    held = dict(value.items()) if is_mapping(value) else None
+    if held is None or not all(
+        isinstance(name, str)
+        and name.strip()
+        and name.isprintable()
+        and len(name) <= LONGEST_NAME
+        and "/" not in name
+        for name in held
+    ):
+        raise ValueError(value)
+    return held
+
+
+def _by_path(fields: Any, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
-    for name, value in fields.items():
-        flat |= (
-            _by_path(value, f"{prefix}{name}.")
-            if isinstance(value, Mapping)
-            else {prefix + name: value}
-        )
+    for name, value in _named(fields).items():
+        flat |= _by_path(value, f"{prefix}{name}.") if is_mapping(value) else {prefix + name: value}
     return flat
+
+
+def _is_range(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) > 0 and value[0] in ("log", "list")
 
 
 def _range(value: Any) -> Range:
@@ -54,31 +68,50 @@ def _range(value: Any) -> Range:
     raise ValueError(value)
 
 
-def _level(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """By path, the fields that a level sets, or ranges of those that are tuned in its arms."""
-    is_range = lambda x: isinstance(x, tuple | list) and len(x) > 0 and x[0] in ("log", "list")
-    return {path: _range(x) if is_range(x) else x for path, x in _by_path(fields).items()}
+def read_levels(value: Any) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+    """Returns, by the name of a factor and the name of a level, the fields that the level sets.
+
+    Fields are by their path. Where a level has a range, as a search has them, the field is tuned in
+    the arms of that level.
+
+    >>> read_levels({"mechanism": {"dot": {}, "adder": {"model": {"score": "adder"}}}})[
+    ...     "mechanism"
+    ... ]["adder"]
+    {'model.score': 'adder'}
+    """
+    factors = {factor: _named(levels) for factor, levels in _named(value).items()}
+    if not factors or any(not 1 <= len(levels) <= _MOST_LEVELS for levels in factors.values()):
+        raise ValueError(value)
+
+    def level(fields: Any) -> dict[str, Any]:
+        return {
+            path: _range(value) if _is_range(value) else value
+            for path, value in _by_path(fields).items()
+        }
+
+    return Options(
+        {
+            factor: {name: level(fields) for name, fields in levels.items()}
+            for factor, levels in factors.items()
+        }
+    )
 
 
-def _space(fields: Mapping[str, Any]) -> dict[str, Range]:
-    return {path: _range(tried) for path, tried in _by_path(fields).items()}
+def read_baseline(value: Any) -> Mapping[str, str]:
+    """Returns, by the name of a factor, the name of one of its levels."""
+    names = Options(_named(value))
+    if not all(isinstance(level, str) for level in names.values()):
+        raise ValueError(value)
+    return names
 
 
-@functools.cache
-def _readers() -> dict[str, Callable[[Any], Any]]:
-    """What reads a field that holds others by name."""
-    from pydantic import AfterValidator, Field, TypeAdapter  # which borrowers of a layer may lack
+def read_space(value: Any) -> Mapping[str, Range]:
+    """Returns what is tried by field, which is by its path.
 
-    pattern = r"^ *[^/\p{C}\p{Z}]([^/\p{C}\p{Z}]| )*$"
-    name = Annotated[str, Field(max_length=LONGEST_NAME, pattern=pattern)]
-    level = Annotated[dict[name, Any], AfterValidator(_level)]
-    levels = Annotated[dict[name, level], Field(min_length=1)]
-    kinds = {
-        "factors": Annotated[dict[name, levels], Field(min_length=1), AfterValidator(Options)],
-        "baseline": Annotated[dict[name, name], AfterValidator(Options)],
-        "search": Annotated[dict[name, Any], AfterValidator(_space), AfterValidator(Options)],
-    }
-    return {field: TypeAdapter(kind).validate_python for field, kind in kinds.items()}
+    >>> read_space({"optimizer": {"learning_rate": ("log", 1e-4, 1e-2)}})["optimizer.learning_rate"]
+    LogUniform(low=0.0001, high=0.01)
+    """
+    return Options({path: _range(tried) for path, tried in _by_path(value).items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +123,14 @@ class CompareSettings:
     factors: Mapping[str, Any] = setting(
         {"mechanism": {"dot": {}}},
         "what differs; every combination of levels is an arm",
-        parse=lambda value: _readers()["factors"](value),
+        parse=read_levels,
         expected="by factor and by level, the fields that the level sets: {'mechanism': {'adder': "
         f"{{'model': {{…}}}}, …}}, …}}; or in place of a value its range, {_RANGE}",
     )
     baseline: Mapping[str, str] = setting(
         {},
         "the levels that the others of a factor are compared with",
-        parse=lambda value: _readers()["baseline"](value),
+        parse=read_baseline,
         expected="by factor the level that others are compared with: {'mechanism': 'dot'}",
     )
     match: Literal["steps", "nothing"] = setting(
@@ -105,10 +138,7 @@ class CompareSettings:
         "what all arms have as much of as the baseline; nothing: each has a schedule of its own",
     )
     search: Mapping[str, Any] = setting(
-        {},
-        "what is tuned in every arm",
-        parse=lambda value: _readers()["search"](value),
-        expected=f"fields with {_RANGE}",
+        {}, "what is tuned in every arm", parse=read_space, expected=f"fields with {_RANGE}"
     )
     trials: int = setting(
         8, "points of the search space that are tried for each arm", ge=1, le=4096
@@ -182,7 +212,7 @@ class CompareSettings:
         They name it alone: its section is the base's, which a base without it does not keep.
         """
         old = fields.get("base", {}).get("optimizer", {}).get("cg_fac", {})
-        if isinstance(old, Mapping) and "max_iterations" in old:
+        if is_mapping(old) and "max_iterations" in old:
             for levels in fields.get("factors", {}).values():
                 for level in levels.values():
                     OptimizerSettings.translated(level.get("optimizer", {}) | {"cg_fac": old})

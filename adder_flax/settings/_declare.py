@@ -11,7 +11,7 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from adder_flax.registry import Registry
@@ -153,8 +153,10 @@ def section(
     read_by: str | None = None,
 ) -> Any:
     """Declares a field that is itself a settings class."""
-    find: Callable[[], Any] = lambda: (
-        settings if joined is None else join(joined.kind, *map(joined.get, joined))
+    find: Callable[[], Any] = (
+        (lambda: settings)
+        if joined is None
+        else (lambda: join(joined.kind, *map(joined.get, joined)))
     )
     return dataclasses.field(
         default_factory=lambda: find()(),
@@ -167,10 +169,17 @@ def class_of(field: dataclasses.Field, own: Any = None) -> Any:
     if "section" not in field.metadata:
         return None
     among: Any = field.metadata["among"]
-    name = own.get("name") if isinstance(own, Mapping) else None
+    name = own.get("name") if among and is_mapping(own) else None
     if among and isinstance(name, str) and name in among:
         return among.get(name)
     return field.metadata["section"]()
+
+
+def is_mapping(fields: Any) -> bool:
+    """Whether this has fields by name, as a ``ConfigDict`` has, which is no ``Mapping``."""
+    return isinstance(fields, Mapping) or all(
+        hasattr(type(fields), name) for name in ("keys", "items", "__getitem__")
+    )
 
 
 @functools.cache
@@ -184,14 +193,15 @@ def join(kind: str, *classes: type) -> type:
     Raises:
       ValueError: two of them declare one field in two ways.
     """
-    ways: dict[str, str] = {}
+    fields: dict[str, tuple[Declared, Any]] = {}
     for settings in classes:
         for name, declared in declared_in(settings).items():
-            way = f"{declared.expected} by default {shown(declared.default)}"
-            if ways.setdefault(name, way) != way:
+            other, _ = fields.setdefault(name, (declared, settings))
+            ways = [f"{way.expected} by default {shown(way.default)}" for way in (other, declared)]
+            if ways[0] != ways[1]:
                 raise ValueError(
                     f"expected options of one name to be declared alike for every {kind}, got "
-                    f"{name!r} as {ways[name]} and as {way}; choose another name"
+                    f"{name!r} as {' and as '.join(ways)}; choose another name"
                 )
 
     def faults(made: Any, where: str) -> Iterator[str]:
@@ -199,10 +209,19 @@ def join(kind: str, *classes: type) -> type:
             if hasattr(settings, "faults"):
                 yield from settings.faults(made, where)
 
+    declared_fields = [
+        (
+            name,
+            typing.get_type_hints(settings, include_extras=True)[name],
+            dataclasses.field(
+                default=declared.meaning(declared.default), metadata={"declared": declared}
+            ),
+        )
+        for name, (declared, settings) in fields.items()
+    ]
     return dataclasses.make_dataclass(
         f"{kind.title()}Options",
-        [],
-        bases=classes[::-1],  # of which the last one's fields come first
+        declared_fields,
         namespace={"faults": faults, "__post_init__": settle},
         frozen=True,
     )
@@ -215,80 +234,72 @@ def declared_in(settings: type) -> dict[str, Declared]:
     found = {}
     for field in dataclasses.fields(settings):
         if (declared := field.metadata.get("declared")) is not None:
-            kind, expected = _checked(hints[field.name], declared)
-            expected = declared.expected or expected
-            found[field.name] = declared._replace(kind=kind, expected=expected)
+            declared = declared._replace(kind=_kind(hints[field.name], declared))
+            found[field.name] = declared._replace(expected=declared.expected or _expected(declared))
     return found
 
 
-def _checked(hint: Any, declared: Declared) -> tuple[Any, str]:
-    """Returns what Pydantic checks a field for, and what it has to be in the words of a message."""
-    import pydantic  # whoever borrows a layer need not have it
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """Returns the types of a union, or the one type that is none."""
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    return typing.get_args(hint) if union else (hint,)
 
-    kinds, limits = _alternatives(declared.commas or hint), dict(declared.limits)
+
+def is_span(kind: Any) -> bool:
+    """Whether values are (low, high)."""
+    return kind in (tuple[int, int], tuple[float, float])
+
+
+def _kind(hint: Any, declared: Declared) -> Any:
+    if declared.commas is not None:
+        return declared.commas
+    kinds = alternatives(hint)
     if declared.words:
         named = lambda k: typing.get_origin(k) in (tuple, Literal)
-        kinds = [k for k in kinds if k in (int, float) or named(k)][:1]
-    elif {int, float} & {*kinds}:  # text beside a number is a module's own
+        return next((k for k in kinds if k in (int, float) or named(k)), None)
+    if {int, float} & {*kinds}:  # text beside a number is a module's own
         kinds = [kind for kind in kinds if kind is not str]
-    most = limits.pop("max_length", LONGEST_NAME) if declared.commas else None
-    if declared.commas is str:
-        limits["min_length"] = 1
-    found = [_limited(kind, limits) for kind in kinds]
-    kind = functools.reduce(operator.or_, (kind for kind, _ in found)) if found else None
-    words = [shown(word) for word in declared.words if word != ()]
-    *rest, last = words + [word for _, those in found for word in those]
-    expected = f"{', '.join(rest)} or {last}" if rest else last
-    if declared.commas is None:
-        return kind, expected + ", or ()" * (() in declared.words)
-    kind = Annotated[tuple[kind, ...], pydantic.Field(max_length=most)]
-    if declared.commas not in (int, float):
-        return kind, f"{expected}, or one for each block with commas between them"
-    example = '"32,64"' if declared.commas is int else '"0.5,0.5"'
-    return kind, f"up to {most} with commas between them ({example}), each {expected}"
+    return functools.reduce(operator.or_, kinds)
 
 
-def _alternatives(hint: Any) -> Sequence[Any]:
-    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    return typing.get_args(hint) if union else [hint]
+def _expected(declared: Declared) -> str:
+    kind, words = declared.kind, [shown(word) for word in declared.words if word != ()]
+    if typing.get_origin(kind) is Literal:
+        words += map(repr, typing.get_args(kind))
+    elif kind is not None:
+        words.append(_expected_kind(kind, declared.limits))
+    if declared.commas in (int, float):
+        example = '"32,64"' if declared.commas is int else '"0.5,0.5"'
+        most = declared.limits.get("max_length", LONGEST_NAME)
+        return f"up to {most} with commas between them ({example}), each {words[-1]}"
+    *rest, last = words
+    text = f"{', '.join(rest)} or {last}" if rest else last
+    each = ", or one for each block with commas between them" if declared.commas else ""
+    return text + each + ", or ()" * (() in declared.words)
 
 
-def _limited(kind: Any, limits: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Returns one type with its limits for Pydantic, and in words what its values are."""
-    import pydantic  # whoever borrows a layer need not have it
-
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Literal:
-        return kind, list(map(repr, inner))
-    if kind in (tuple[int, int], tuple[float, float]):
-        end, words = _limited(inner[0], limits)
-        kind = Annotated[tuple[end, end], pydantic.AfterValidator(_in_order)]
-        return kind, [f"(low, high), low ≤ high, each {words[0]}"]
-    if kind is type(None):
-        return kind, ["None"]
-    if kind is str:
-        limits = {"max_length": LONGEST_NAME, **limits}
-    checked = Annotated[kind, pydantic.Field(**limits)] if limits else kind
-    return checked, [_words_of(inner[0] if origin is Annotated else kind, limits)]
-
-
-def _in_order(ends: tuple[float, float]) -> tuple[float, float]:
-    if ends[0] > ends[1]:
-        raise ValueError(ends)
-    return ends
-
-
-def _words_of(kind: Any, limits: Mapping[str, Any]) -> str:
+def _expected_kind(kind: Any, limits: Mapping[str, Any]) -> str:
+    if typing.get_origin(kind) is Annotated:
+        kind = typing.get_args(kind)[0]
+    if len(kinds := alternatives(kind)) > 1:
+        return " or ".join(_expected_kind(each, limits) for each in kinds)
+    if is_span(kind):
+        ends = _expected_kind(typing.get_args(kind)[0], limits)
+        return f"(low, high), low ≤ high, each {ends}"
     low, high = (limits.get(a, limits.get(b)) for a, b in (("ge", "gt"), ("le", "lt")))
     if kind is int:
-        start = "" if low is None else f" from {low}"
-        return f"an integer{start}" + ("" if high is None else f" to {high}")
+        return (
+            "an integer" + f" from {low}" * (low is not None) + f" to {high}" * (high is not None)
+        )
     if kind is float:
-        left = "(" if "gt" in limits or low is None else "["
-        right = ")" if "lt" in limits or high is None else "]"
+        ends = (
+            "(" if "gt" in limits or low is None else "[",
+            ")" if "lt" in limits or high is None else "]",
+        )
         low, high = -math.inf if low is None else low, math.inf if high is None else high
-        return f"a number in {left}{low:g}, {high:g}{right}"
-    return {bool: "True or False", str: "text"}.get(kind, shown(kind))
+        return f"a number in {ends[0]}{low:g}, {high:g}{ends[1]}"
+    names = {bool: "True or False", type(None): "None", str: "text"}
+    return names.get(kind, shown(kind))
 
 
 def defaults(settings: type) -> dict[str, Any]:

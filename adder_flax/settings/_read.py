@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import operator
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -11,9 +12,12 @@ from adder_flax.errors import RunError
 from adder_flax.settings._declare import (
     LONGEST_NAME,
     Declared,
+    alternatives,
     class_of,
     declared_in,
     defaults,
+    is_mapping,
+    is_span,
     shown,
 )
 from adder_flax.settings._use import is_on
@@ -34,9 +38,8 @@ def read(settings: type[Settings], fields: Any, where: str = "config") -> Settin
     Raises:
       SettingsError: with one line for each field that is wrong, missing or unknown.
     """
-    from pydantic import ValidationError  # whoever borrows a layer need not have it
+    from pydantic import ValidationError  # not imported with a layer that someone borrows
 
-    fields = fields.to_dict() if hasattr(fields, "to_dict") else fields
     try:
         made = _validated(settings, fields)
     except ValidationError as error:
@@ -51,45 +54,73 @@ def read(settings: type[Settings], fields: Any, where: str = "config") -> Settin
 
 def json_schema(settings: type) -> dict[str, Any]:
     """The JSON schema of configurations of a class."""
-    return _model(settings).model_json_schema()
+    return _model(settings, described=True).model_json_schema()
 
 
 def _validated(settings: type[Settings], fields: Any) -> Settings:
-    return settings(**vars(_model(settings).model_validate(fields)))
+    given = dict(fields.items()) if is_mapping(fields) else fields
+    return settings(**vars(_model(settings).model_validate(given)))
 
 
 @functools.cache
-def _model(settings: type) -> Any:
-    """Returns Pydantic's model of a class. It has no defaults: a configuration has all fields."""
+def _model(settings: type, described: bool = False) -> Any:
+    """Returns Pydantic's model of a class; if it is to be described, with what a schema says.
+
+    It has no defaults: a configuration has all fields.
+    """
     import pydantic
 
     types: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
         if (nested := class_of(field)) is not None:
+            written = {"json_schema_input_type": _model(nested, True)} if described else {}
             reader = functools.partial(_read_section, field)
-            check = pydantic.PlainValidator(reader, json_schema_input_type=_model(nested))
-            types[field.name] = Annotated[Any, check]
+            types[field.name] = Annotated[Any, pydantic.PlainValidator(reader, **written)]
             continue
         declared = declared_in(settings)[field.name]
-        kind = Any if declared.parse else declared.kind
-        words = tuple(word for word in declared.words if word != ())
-        written: Any = str if declared.commas else kind
-        if words:
-            written = Literal[words] if kind is None else Literal[words] | kind
-        taken = functools.partial(_take, declared)
-        check = pydantic.WrapValidator(taken, json_schema_input_type=written)
+        kind, accepted = _kinds(declared)
+        written = {"json_schema_input_type": accepted} if described else {}
+        check = pydantic.WrapValidator(functools.partial(_take, declared), **written)
         about = pydantic.Field(description=declared.reason, examples=[declared.default])
         types[field.name] = Annotated[kind, check, about]
     config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     return pydantic.create_model(settings.__name__, __config__=config, **types)
 
 
+def _kinds(declared: Declared) -> tuple[Any, Any]:
+    """The type that Pydantic checks a value for, and the one that configurations have."""
+    if declared.parse is not None:
+        return Any, Any
+    if declared.commas is not None:
+        limits = {"min_length": 1} if declared.kind is str else {}
+        limits |= declared.limits
+        most = {"max_length": limits.pop("max_length", LONGEST_NAME)}
+        return _limited(tuple[_limited(declared.kind, limits), ...], most), str
+    kind = _limited(declared.kind, declared.limits)
+    words: Any = tuple(word for word in declared.words if word != ())
+    if declared.kind is None:
+        return kind, Literal[words]
+    return kind, Literal[words] | kind if words else kind
+
+
+def _limited(kind: Any, limits: Mapping[str, Any]) -> Any:
+    import pydantic
+
+    if len(kinds := alternatives(kind)) > 1:
+        return functools.reduce(operator.or_, (_limited(each, limits) for each in kinds))
+    if is_span(kind):
+        return tuple[tuple(_limited(end, limits) for end in typing.get_args(kind))]
+    if kind is str:
+        limits = {"max_length": LONGEST_NAME, **limits}
+    return Annotated[kind, pydantic.Field(**limits)] if limits and kind is not type(None) else kind
+
+
 def _take(declared: Declared, value: Any, check: Callable[[Any], Any]) -> Any:
+    from pydantic_core import PydanticCustomError
+
     try:
         return _taken(declared, _plain(value), check)
     except (ValueError, TypeError, OverflowError):
-        from pydantic_core import PydanticCustomError
-
         words = {"expected": declared.expected}
         raise PydanticCustomError("setting", "{expected}", words) from None
 
@@ -103,11 +134,16 @@ def _taken(declared: Declared, value: Any, check: Callable[[Any], Any]) -> Any:
         several = declared.meaning(_text(value, empty=declared.commas in (int, float)))
         taken = check(several if isinstance(several, tuple) else (several,))
         return taken if isinstance(several, tuple) else taken[0]
-    text = isinstance(value, str) and typing.get_origin(declared.kind) is not Literal
-    if text and any(isinstance(word, str) for word in declared.words):
-        value = int(value) if value.isdecimal() else float(value)  # as a command line gives it
+    if isinstance(value, str) and declared.kind in (int, float):
+        if not any(isinstance(word, str) for word in declared.words):
+            raise ValueError(value)
+        value = declared.kind(value)  # as a command line gives it where words are allowed
     taken = check(value)
-    return _text(taken, empty=declared.default == "") if isinstance(taken, str) else taken
+    if isinstance(taken, str):
+        return _text(taken, empty=declared.default == "")
+    if is_span(declared.kind) and taken[0] > taken[1]:
+        raise ValueError(taken)
+    return taken
 
 
 def _plain(value: Any) -> Any:
@@ -123,20 +159,22 @@ def _text(value: Any, empty: bool) -> str:
 
 
 def _read_section(field: dataclasses.Field, own: Any) -> Any:
+    from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
+
     among: Any = field.metadata["among"]
-    name = own.get("name") if among and isinstance(own, Mapping) else None
+    name = own.get("name") if among and is_mapping(own) else None
     # What could be no name at all is left to the field's own declaration.
     if among and isinstance(name, str) and name.isprintable() and len(name) <= LONGEST_NAME:
         try:
             among.get(name)
         except ValueError as error:
-            from pydantic_core import PydanticCustomError
-
-            raise PydanticCustomError("name", "{words}", {"words": str(error)}) from None
+            words = PydanticCustomError("name", "{words}", {"words": str(error)})
+            details = InitErrorDetails(type=words, loc=("name",), input=name)
+            raise ValidationError.from_exception_data(name, [details]) from None
     settings = class_of(field, own)
-    if field.metadata["joined"] is not None and isinstance(own, Mapping):
+    if field.metadata["joined"] is not None and is_mapping(own):
         # Some were declared after the configuration was made.
-        own = defaults(settings) | own
+        own = defaults(settings) | dict(own.items())
     return _validated(settings, own)
 
 
@@ -151,7 +189,7 @@ def _in_words(settings: Any, fields: Any, where: str, error: Mapping[str, Any]) 
         case "setting":
             return f"{path}: expected {error['ctx']['expected']}, got {got}"
         case "name":
-            return f"{path}.name: {error['ctx']['words']}"
+            return f"{path}: {error['ctx']['words']}"
         case "missing":
             default = defaults(settings)[name]
             declared = declared_in(settings).get(name)
@@ -198,7 +236,8 @@ def _not_read(made: Any, field: dataclasses.Field, where: str) -> Iterator[str]:
         return
     other, readers = declared.only
     chosen = getattr(made, other)
-    if chosen not in readers and value != field.default:
+    usual = declared.follows[1][chosen] if declared.follows else field.default
+    if chosen not in readers and value != usual:
         yield (
             f"{where}.{field.name}: expected {shown(declared.default)} with {other}={chosen!r}, "
             f"which does not read it, got {shown(value)}; leave it, or set --{where}.{other} to "
@@ -257,7 +296,7 @@ def filled(settings: type, fields: Mapping[str, Any]) -> dict[str, Any]:
         nested = class_of(field, own)
         if nested is None:
             full[field.name] = fields.get(field.name, field.metadata["declared"].default)
-        elif isinstance(own, Mapping):
+        elif is_mapping(own):
             full[field.name] = filled(nested, own)
     # What is unknown, or no section, stays as it is, for the message.
     retired = getattr(settings, "retired", {})
@@ -286,7 +325,7 @@ def completed(settings: type, fields: Mapping[str, Any]) -> dict[str, Any]:
 def _settled(settings: type, full: dict[str, Any]) -> dict[str, Any]:
     for field in dataclasses.fields(settings):
         own, declared = full[field.name], field.metadata.get("declared")
-        if declared is None and isinstance(own, Mapping):
+        if declared is None and is_mapping(own):
             nested = class_of(field, own)
             full[field.name] = (
                 own | defaults(nested) if _is_unread(field, full) else _settled(nested, own)

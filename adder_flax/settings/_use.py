@@ -20,15 +20,12 @@ Value = TypeVar("Value")
 class Options(Mapping):
     """A mapping that cannot be changed, so it can be part of what identifies a compiled program.
 
-    >>> (
-    ...     Options({"gradient": "full"})["gradient"],
-    ...     hash(Options({"a": 1})) == hash(Options({"a": 1})),
-    ... )
+    >>> Options({"gradient": "full"})["gradient"], hash(Options(a=1)) == hash(Options(a=1))
     ('full', True)
     """
 
-    def __init__(self, fields: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()):
-        self._fields = dict(fields)
+    def __init__(self, *fields: Mapping[str, Any] | Iterable[tuple[str, Any]], **more: Any):
+        self._fields = dict(*fields, **more)
 
     def __getitem__(self, name: str) -> Any:
         return self._fields[name]
