@@ -64,7 +64,7 @@ def augment(
     images = images.astype(jnp.float32) / 255
     if settings.resized_crop_scale is not None:
         ranges = (settings.resized_crop_scale, settings.resized_crop_ratio)
-        images = random_resized_crop(resize_key, images, *ranges)
+        images = random_resized_crop(resize_key, images, *ranges)  # pyright: ignore
     if is_on(settings.rand_augment_magnitude) or settings.three_augment:
         levels = jnp.round(255 * images).astype(jnp.uint8)
         if is_on(settings.rand_augment_magnitude):
@@ -74,7 +74,7 @@ def augment(
             levels = three_augment(jax.random.fold_in(key, 7), levels)
         images = levels.astype(jnp.float32) / 255
     if is_on(settings.color_jitter):
-        images = color_jitter(jitter_key, images, *[settings.color_jitter] * 3)
+        images = color_jitter(jitter_key, images, *[settings.color_jitter] * 3)  # pyright: ignore
     images = normalize(images, mean, std)
     if is_on(settings.erase_probability):
         images = random_erase(erase_key, images, settings.erase_probability)

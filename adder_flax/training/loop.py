@@ -176,7 +176,7 @@ class Trainer:
         )
         with (
             jax.set_mesh(run.mesh),
-            contextlib.closing(steps),
+            contextlib.closing(steps),  # pyright: ignore
             contextlib.closing(self._batches.iterate(start)) as batches,
         ):
             for step in steps:

@@ -59,7 +59,7 @@ class MetricWriter:
             self._events = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
             if start_step:
                 began = SessionLog(status=SessionLog.START)
-                self._events.write_event(_event(start_step + 1, session_log=began))
+                self._events.write_event(_event(start_step + 1, session_log=began))  # pyright: ignore
 
     def __enter__(self) -> "MetricWriter":
         return self

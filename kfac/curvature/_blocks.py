@@ -148,7 +148,7 @@ class Block:
     def lifted_shape(self) -> tuple[int, int]:
         """(inputs, outputs) of the matrix that a factored block multiplies features by."""
         use = self.uses[0]
-        own = use.own(tuple([jax.ShapeDtypeStruct(p.shape, jnp.float32) for p in self.params]))
+        own = use.own(tuple([jax.ShapeDtypeStruct(p.shape, jnp.float32) for p in self.params]))  # pyright: ignore
         return jax.eval_shape(use.layer.lift, own, own).shape
 
 
@@ -218,7 +218,7 @@ def _make_block(taps: dict[str, Tap], num_examples: int) -> Block | str:
             frames=frames,
             output=jax.ShapeDtypeStruct((*inner, *tap.y.shape), tap.y.dtype),
             input_dtypes=tuple([leaf.dtype for leaf in jax.tree.leaves(tap.x)]),
-            example_axis=_example_axis(tap, num_examples),
+            example_axis=_example_axis(tap, num_examples),  # pyright: ignore
             num_examples=num_examples,
         )
         uses.append(use)

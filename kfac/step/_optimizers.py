@@ -192,7 +192,7 @@ def _with_fallback(
     if not is_zero(weight_decay):
         # Decoupled: shrunk at the pace of the schedule, not along the natural gradient.
         decay = (
-            (lambda count: rate(count) * weight_decay) if callable(rate) else rate * weight_decay
+            (lambda count: rate(count) * weight_decay) if callable(rate) else rate * weight_decay  # pyright: ignore
         )
         stages.append(optax.add_decayed_weights(decay, weight_decay_mask))
     if fallback is None:

@@ -85,7 +85,7 @@ class Options:
             )
         for name, (least, bound) in _RANGES.items():
             value = getattr(self, name)
-            if isinstance(value, numbers.Real) and not least <= value < bound:
+            if isinstance(value, numbers.Real) and not least <= value < bound:  # pyright: ignore
                 raise ValueError(
                     f"expected {name} to be from {least} to below {bound}, got {value}."
                 )

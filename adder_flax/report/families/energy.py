@@ -48,7 +48,7 @@ def deit_operations(size: str, variant: str, *, depth: int = 12) -> Operations:
     >>> round(of_tiny.multiplications / 1e9, 2)
     1.26
     """
-    width, heads = SIZES[size]
+    width, heads = SIZES[size]  # pyright: ignore
 
     def count(blocks: int) -> Operations:
         options = {"width": width, "num_heads": heads, "depth": blocks, **VARIANTS[variant]}

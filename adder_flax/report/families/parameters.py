@@ -33,7 +33,7 @@ def judge_identities(study: Study) -> Findings:
     score = attention.get_score(module.settings.score).name
     where = f"block {index + 1} of this model ({score} score)"
     moves, (entropies, most) = _moves(module, block), _inner_biases()
-    claims = _identity_claims(where, *moves.values(), entropies, most)
+    claims = _identity_claims(where, *moves.values(), entropies, most)  # pyright: ignore
     return Findings(claims, [_identity_picture(where, moves, entropies)])
 
 
