@@ -119,27 +119,6 @@ def draw_speed(page: str) -> plt.Figure:
     return figure
 
 
-def draw_accuracy(page: str) -> plt.Figure:
-    """Of the table of networks that were trained: accuracy over images a second."""
-    table = page.partition("| trained networks |")[2].partition("\n\n")[0]
-    rows = [row.strip("| ").split(" | ") for row in table.splitlines()[2:]]
-    figure, axes = report.new_figure(4.6, 3.0)
-    place = axes[0, 0]
-    for number, kind in enumerate(("adder", "multiplicative", "")):
-        theirs = [row for row in rows if re.sub("ours.* |^(?!ours).*", "", row[0]) == kind]
-        look = report.line(number) | {"linestyle": "", "markersize": 6}
-        label = f"ours, {kind}" if kind else "others, multiplicative"
-        speeds, scores = ([float(row[column]) for row in theirs] for column in (1, 2))
-        place.plot(speeds, scores, **look, label=label)
-        for row, speed, score in zip(theirs, speeds, scores, strict=True):
-            name = re.sub("ours, | adder| multiplicative", "", row[0])
-            spot = dict(xytext=(0, 5), textcoords="offset points", ha="center", fontsize=7)
-            place.annotate(name, (speed, score), **spot)
-    report.dress(place, xlabel="images a second", ylabel="test accuracy")
-    report.legend(place, loc="upper left", bbox_to_anchor=(-0.1, -0.18), ncols=3, handlelength=1)
-    return figure
-
-
 def draw_kernels(page: str) -> plt.Figure:
     """Of the table of GPU kernels: how much of the device's additions each one reaches."""
     table = page.partition("| kernel | instructions a term |")[2].partition("\n\n")[0]
@@ -169,7 +148,6 @@ def main() -> None:
     report.save_figure(draw_memory(page), images / "memory", ("svg",))
     page = (images.parent / "eight_bits.md").read_text()
     report.save_figure(draw_speed(page), images / "eight_bits", ("svg",))
-    report.save_figure(draw_accuracy(page), images / "eight_bits_accuracy", ("svg",))
     page = (images.parent / "kernels.md").read_text()
     report.save_figure(draw_kernels(page), images / "kernels", ("svg",))
 
