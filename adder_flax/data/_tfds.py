@@ -64,8 +64,7 @@ def load_tfds(
         ) from error
     encoded = TfdsRecords(records, image_key, label_key, f"{builder.data_dir}, split {split}")
     whole = (name, split, splits, encoded, label_names, (size, size, channels))
-    how = dict(crops_on_host=stored is None, stored_size=stored)
-    source = EncodedSource(*whole, **how, **options)
+    source = EncodedSource(*whole, crops_on_host=stored is None, stored_size=stored, **options)
     small = len(source) * math.prod(source.image_shape) <= CACHE_BYTES
     return CachedSource(source) if stored and small else source
 
@@ -172,8 +171,8 @@ def _check_shards(split: Any) -> None:
         found = reader.num_records()
         reader.close()
         if found != length:
-            said = f"where dataset_info.json says {length}"
-            raise ValueError(f"{found} records in {path.name} {said}")
+            said = f"dataset_info.json says {length}"
+            raise ValueError(f"{found} records in {path.name} where {said}")
 
 
 def _builder(tfds: Any, name: str, data_dir: str | None) -> Any:

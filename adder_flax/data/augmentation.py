@@ -22,7 +22,8 @@ from adder_flax.data.operations import rand_augment, three_augment
 from adder_flax.settings import AugmentSettings, is_on
 
 Images = Float[Array, "batch height width channel"]
-Pixels = Shaped[AnyArray, "batch height width channel"]
+Given = Shaped[AnyArray, "batch height width channel"]
+Pixels = Shaped[Array, "batch height width channel"]
 Whole = Int[Array, " batch"]
 Draws = Float[Array, " draws"]
 Targets = Float[Array, "batch classes"]
@@ -64,7 +65,7 @@ def augment(
     images = images.astype(jnp.float32) / 255
     if settings.resized_crop_scale is not None:
         ranges = (settings.resized_crop_scale, settings.resized_crop_ratio)
-        images = random_resized_crop(resize_key, images, *ranges)  # pyright: ignore
+        images = random_resized_crop(resize_key, images, *ranges)
     if is_on(settings.rand_augment_magnitude) or settings.three_augment:
         levels = jnp.round(255 * images).astype(jnp.uint8)
         if is_on(settings.rand_augment_magnitude):
@@ -74,7 +75,7 @@ def augment(
             levels = three_augment(jax.random.fold_in(key, 7), levels)
         images = levels.astype(jnp.float32) / 255
     if is_on(settings.color_jitter):
-        images = color_jitter(jitter_key, images, *[settings.color_jitter] * 3)  # pyright: ignore
+        images = color_jitter(jitter_key, images, *[settings.color_jitter] * 3)
     images = normalize(images, mean, std)
     if is_on(settings.erase_probability):
         images = random_erase(erase_key, images, settings.erase_probability)
@@ -105,7 +106,7 @@ def normalize(
     return (images - jnp.asarray(mean, images.dtype)) / jnp.asarray(std, images.dtype)
 
 
-def random_crop(key: PRNGKeyArray, images: Pixels, padding: int) -> Pixels:
+def random_crop(key: PRNGKeyArray, images: Given, padding: int) -> Pixels:
     """Pads every side by `padding` zeros and cuts the original size at a uniformly random place."""
     batch, height, width, _ = images.shape
     offset = _below(jax.random.uniform(key, (2, batch)), 2 * padding + 1) - padding
@@ -117,7 +118,7 @@ def random_crop(key: PRNGKeyArray, images: Pixels, padding: int) -> Pixels:
     return jax.vmap(crop)(images, *offset)
 
 
-def random_flip(key: PRNGKeyArray, images: Pixels, probability: float = 0.5) -> Pixels:
+def random_flip(key: PRNGKeyArray, images: Given, probability: float = 0.5) -> Pixels:
     """Mirrors each image left and right with the given probability."""
     flipped = jax.random.bernoulli(key, probability, images.shape[:1])
     return jnp.where(flipped[:, None, None, None], images[:, :, ::-1], images)
