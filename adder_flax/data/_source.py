@@ -220,7 +220,8 @@ class ArraySource(ImageSource):
                 "them to that range and convert them."
             )
         known = range(len(self.label_names))
-        if unknown := sorted(set(self.labels.tolist()).difference(known)):
+        ends = [int(self.labels.min()), int(self.labels.max())] if len(self.labels) else []
+        if unknown := [label for label in ends if label not in known]:
             raise DataError(
                 f"Expected labels of {name}/{split} in [0, {len(known)}), got {unknown[-1]}. Count "
                 "classes from 0, and name them all."

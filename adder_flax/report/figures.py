@@ -284,8 +284,8 @@ def xor_figure(accuracies: Mapping[str, Float[np.ndarray, " seeds"]]) -> "Figure
     _style.dress(axis, ylabel="right pairs (%)", title="XOR task, one mark a start")
     widths = range(1, 81)
     counts = np.transpose([score_parameters(64, 128, width) for width in widths])
-    series = dict(zip(("bilinear", "additive"), counts, strict=True))
-    _style.draw_lines(parameters, widths, series, marker=None, linewidth=1.5)  # pyright: ignore
+    series: dict[str, Any] = dict(zip(("bilinear", "additive"), counts, strict=True))
+    _style.draw_lines(parameters, widths, series, marker=None, linewidth=1.5)
     parameters.axvline(8192 / 193, color=_style.GREY, linestyle=":", linewidth=1)
     parameters.text(8192 / 193 + 1, 500, "42.4", **text)
     labels = "hidden width d_a", "parameters", "widths 64 and 128"

@@ -176,7 +176,7 @@ class Trainer:
         )
         with (
             jax.set_mesh(run.mesh),
-            contextlib.closing(steps),  # pyright: ignore
+            contextlib.closing(steps),
             contextlib.closing(self._batches.iterate(start)) as batches,
         ):
             for step in steps:
@@ -270,7 +270,8 @@ class Trainer:
         batch = sharding.put_batch(self._batches[index], run.mesh)
         augment_key, dropout_key = step_keys(run.config.seed, index)
         examples = run.task.examples(augment_key, batch)
-        loss = lambda *args: run.parts.loss(*args).loss
+        parts = run.program.parts({**run.numbers, "step": index})
+        loss = lambda *args: parts.loss(*args).loss
         batch = examples, dropout_key, state.get("model_state", {})
         return explain_non_finite(loss, state["params"], jax.jit(jax.grad(loss)), *batch)
 

@@ -5,7 +5,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +56,10 @@ class MetricWriter:
             # a word, and whoever hands it the eleventh event after that waits for ever. Its own
             # name has whole seconds: the second of two starts within one would empty the file of
             # the first.
-            self._events = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
+            self._events = events = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
             if start_step:
                 began = SessionLog(status=SessionLog.START)
-                self._events.write_event(_event(start_step + 1, session_log=began))  # pyright: ignore
+                events.write_event(_event(start_step + 1, session_log=began))
 
     def __enter__(self) -> "MetricWriter":
         return self
@@ -170,7 +170,7 @@ class Progress:
             tqdm.write(text)
 
 
-def profiled(steps: Iterable[int], window: Sequence[int], directory: Path) -> Iterator[int]:
+def profiled(steps: Iterable[int], window: Sequence[int], directory: Path) -> Generator[int]:
     """Yields steps, and records the timeline of a window of them.
 
     Both its ends are included, and counted from 1 as in the log. XProf (``pip install xprof``,

@@ -148,7 +148,8 @@ class Block:
     def lifted_shape(self) -> tuple[int, int]:
         """(inputs, outputs) of the matrix that a factored block multiplies features by."""
         use = self.uses[0]
-        own = use.own(tuple([jax.ShapeDtypeStruct(p.shape, jnp.float32) for p in self.params]))  # pyright: ignore
+        shapes: Any = tuple([jax.ShapeDtypeStruct(p.shape, jnp.float32) for p in self.params])
+        own = use.own(shapes)
         return jax.eval_shape(use.layer.lift, own, own).shape
 
 
@@ -211,6 +212,8 @@ def _make_block(taps: dict[str, Tap], num_examples: int) -> Block | str:
         frames = _frames(tap)
         lanes.add(math.prod([size for size, is_lane in frames if is_lane]))
         inner = [size for size, is_lane in frames if not is_lane]
+        axis = _example_axis(tap, num_examples)
+        assert axis is not None, "such a tap has no block"
         use = Use(
             name=name,
             layer=framed(tap.layer, len(inner)),
@@ -218,7 +221,7 @@ def _make_block(taps: dict[str, Tap], num_examples: int) -> Block | str:
             frames=frames,
             output=jax.ShapeDtypeStruct((*inner, *tap.y.shape), tap.y.dtype),
             input_dtypes=tuple([leaf.dtype for leaf in jax.tree.leaves(tap.x)]),
-            example_axis=_example_axis(tap, num_examples),  # pyright: ignore
+            example_axis=axis,
             num_examples=num_examples,
         )
         uses.append(use)

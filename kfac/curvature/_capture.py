@@ -293,16 +293,17 @@ def tap(
     capture = current_capture()
     if capture is None:
         return y
-    paths = path
     if isinstance(path, str):
-        paths = {role: f"{path}/{role}" if path else role for role in params}
-    for name in paths.values():  # pyright: ignore
+        base = path or "model"
+        paths = [f"{path}/{role}" if path else role for role in params]
+    else:
+        base, *_ = paths = list(path.values())
+    for name in paths:
         if name not in capture.shapes:
             raise ValueError(
                 "expected kfac.tap's path to name parameters of the differentiated tree, got "
                 f"{name!r}; it has {', '.join(sorted(capture.shapes)[:8])}, …"
             )
-    base = path or "model" if isinstance(path, str) else next(iter(paths.values()))  # pyright: ignore
     return capture.tap(base, layer, x, y, params, named=True)
 
 

@@ -191,9 +191,10 @@ def _with_fallback(
     stages = [scale_by(layers, options)]
     if not is_zero(weight_decay):
         # Decoupled: shrunk at the pace of the schedule, not along the natural gradient.
-        decay = (
-            (lambda count: rate(count) * weight_decay) if callable(rate) else rate * weight_decay  # pyright: ignore
-        )
+        if callable(rate):
+            decay = lambda count: rate(count) * weight_decay  # pyright: ignore[reportOperatorIssue]
+        else:
+            decay = rate * weight_decay
         stages.append(optax.add_decayed_weights(decay, weight_decay_mask))
     if fallback is None:
         fallback = optax.adamw(rate, weight_decay=weight_decay, mask=weight_decay_mask)

@@ -84,8 +84,9 @@ class Options:
                 "schedules of it to optax.inject_hyperparams around the optimizer."
             )
         for name, (least, bound) in _RANGES.items():
-            value = getattr(self, name)
-            if isinstance(value, numbers.Real) and not least <= value < bound:  # pyright: ignore
+            value: Any = getattr(self, name)
+            is_number = isinstance(value, numbers.Real)
+            if is_number and not least <= value < bound:
                 raise ValueError(
                     f"expected {name} to be from {least} to below {bound}, got {value}."
                 )

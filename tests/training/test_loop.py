@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -16,6 +17,7 @@ from PIL import Image
 from adder_flax import data, own_cache, training
 from adder_flax.app import modes
 from adder_flax.settings import RunSettings
+from adder_flax.tasks import Classification
 from adder_flax.training import (
     Checkpoints,
     Evaluator,
@@ -163,6 +165,19 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_layer(tiny_config
     # No step after a batch that was left out is sound for a run that stops at one.
     config.non_finite = "stop"
     with pytest.raises(RunError, match=r"left out \d batches, got 'stop'"):
+        fit(config, tmp_path)
+
+
+def test_what_is_not_finite_is_looked_for_at_its_own_step(tiny_config, tmp_path, monkeypatch):
+    whole = Classification.loss
+
+    def loss(self, model, examples, *, rngs):
+        found = whole(self, model, examples, rngs=rngs)
+        return found._replace(loss=found.loss + jnp.log(self.progress))  # 0 at the first step
+
+    monkeypatch.setattr(Classification, "loss", loss)
+    config = tiny_config("multiplicative", **{"model.width": 12})  # no other test's program
+    with pytest.raises(training.NonFiniteLossError, match=r"in the forward pass, at .*\(log\)"):
         fit(config, tmp_path)
 
 

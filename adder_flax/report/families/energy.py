@@ -17,7 +17,8 @@ from adder_flax.report._study import TOLERANCE, Claim, Findings, ImageStudy, Pic
 from adder_flax.report.summary import summary_rows
 from adder_flax.settings import DEIT_SIZES
 
-SIZES = dict(zip(("DeiT-Ti", "DeiT-S", "DeiT-B"), DEIT_SIZES.values(), strict=True))
+_NAMES: list[str] = ["DeiT-Ti", "DeiT-S", "DeiT-B"]
+SIZES = dict(zip(_NAMES, DEIT_SIZES.values(), strict=True))
 _LINEARS = {"qkv_linear": "adder", "proj_linear": "adder", "mlp_linear": "adder"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "multiplicative": {},
@@ -48,7 +49,7 @@ def deit_operations(size: str, variant: str, *, depth: int = 12) -> Operations:
     >>> round(of_tiny.multiplications / 1e9, 2)
     1.26
     """
-    width, heads = SIZES[size]  # pyright: ignore
+    width, heads = SIZES[size]
 
     def count(blocks: int) -> Operations:
         options = {"width": width, "num_heads": heads, "depth": blocks, **VARIANTS[variant]}

@@ -157,9 +157,9 @@ def judge_heads(study: Study) -> Findings:
     subject, of = study.subject, study.probe
     numbers = {subject.attention(block).num_kv_heads for block in range(len(subject.maps))}
     blocks = list(of.params.get("blocks", ()))
-    values = [subject.attention(block).value for block in range(len(subject.maps))]
+    values: list[Any] = [subject.attention(block).value for block in range(len(subject.maps))]
     # An adder layer without a norm says -Σ|x| where its weights are zeros.
-    bare = any(hasattr(layer, "norm") and layer.norm is None for layer in values)  # pyright: ignore
+    bare = any(hasattr(layer, "norm") and layer.norm is None for layer in values)
     if len(numbers) > 1 or numbers == {1} or len(blocks) != len(subject.maps) or bare:
         finding = "Needs a vision transformer of more than 1 head whose values can be zeros."
         return Findings([_heads_claim(n, NOT_MEASURED, finding=finding) for n in _OF_HEADS], [])

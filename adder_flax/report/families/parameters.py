@@ -33,7 +33,8 @@ def judge_identities(study: Study) -> Findings:
     score = attention.get_score(module.settings.score).name
     where = f"block {index + 1} of this model ({score} score)"
     moves, (entropies, most) = _moves(module, block), _inner_biases()
-    claims = _identity_claims(where, *moves.values(), entropies, most)  # pyright: ignore
+    scalar, rescaled, per_key = moves.values()
+    claims = _identity_claims(where, scalar, rescaled, per_key, entropies, most)
     return Findings(claims, [_identity_picture(where, moves, entropies)])
 
 

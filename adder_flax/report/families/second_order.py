@@ -171,8 +171,8 @@ def _layer_claims(study: Study) -> list[Claim]:
 
     args = jnp.asarray(features), jnp.asarray(labels)
     layers = kfac.find_layers(loss, params, *args)
-    options = dict(damping=_DAMPING, max_iterations=4 * _ITERATIONS, tolerance=1e-6)
-    optimizer = kfac.algorithm_1(1.0, layers, **options)  # pyright: ignore
+    options: dict[str, Any] = dict(damping=_DAMPING, max_iterations=4 * _ITERATIONS, tolerance=1e-6)
+    optimizer = kfac.algorithm_1(1.0, layers, **options)
     value, grads, curvature = kfac.value_grad_and_curvature(loss, fisher="empirical")(params, *args)
     before = float(value)
     updates, _ = optimizer.update(grads, optimizer.init(params), params, curvature=curvature)
