@@ -119,6 +119,33 @@ def draw_speed(page: str) -> plt.Figure:
     return figure
 
 
+def draw_accuracy(page: str) -> plt.Figure:
+    """Of the table of trained networks: accuracy over images a second."""
+    table = page.partition("| trained networks |")[2].partition("\n\n")[0]
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines()[2:]]
+    kinds = {"ours, adder": [], "ours, multiplicative": [], "others, multiplicative": []}
+    for name, speed, score, _ in rows:
+        kind = f"ours, {name.split()[-1]}" if name.startswith("ours") else "others, multiplicative"
+        short = name.removeprefix("ours, ").removesuffix(" adder").removesuffix(" multiplicative")
+        kinds[kind].append((float(speed), float(score), short))
+    figure, axes = report.new_figure(5.2, 3.8)
+    place = axes[0, 0]
+    for number, (kind, points) in enumerate(kinds.items()):
+        look = report.line(number) | {"linestyle": "", "markersize": 6}
+        place.plot([x for x, *_ in points], [y for _, y, _ in points], **look, label=kind)
+        for turn, (x, y, name) in enumerate(points):  # in bits side by side, others slanting
+            side = dict(xytext=(-6, -3), ha="right") if turn % 2 else dict(xytext=(6, -3))
+            spot = side if kind == "ours, adder" else dict(xytext=(2, 4), rotation=40)
+            place.annotate(name, (x, y), **spot, textcoords="offset points", fontsize=7)
+    report.dress(place, xlabel="images a second", ylabel="test accuracy")
+    place.set_xscale("log")
+    place.set_xticks([500, 1000, 2000, 4000], ["500", "1,000", "2,000", "4,000"])
+    place.minorticks_off()
+    place.margins(x=0.15, y=0.25)
+    report.legend(place, loc="upper left", bbox_to_anchor=(-0.1, -0.18), ncols=3, handlelength=1)
+    return figure
+
+
 def draw_kernels(page: str) -> plt.Figure:
     """Of the table of GPU kernels: how much of the device's additions each one reaches."""
     table = page.partition("| kernel | instructions a term |")[2].partition("\n\n")[0]
@@ -148,6 +175,7 @@ def main() -> None:
     report.save_figure(draw_memory(page), images / "memory", ("svg",))
     page = (images.parent / "eight_bits.md").read_text()
     report.save_figure(draw_speed(page), images / "eight_bits", ("svg",))
+    report.save_figure(draw_accuracy(page), images / "eight_bits_accuracy", ("svg",))
     page = (images.parent / "kernels.md").read_text()
     report.save_figure(draw_kernels(page), images / "kernels", ("svg",))
 

@@ -279,6 +279,7 @@ def test_a_window_of_steps_is_profiled(tiny_config, tmp_path):
 
 def test_compiled_programs_are_kept_in_the_users_cache_unless_told_otherwise(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
     before = jax.config.jax_compilation_cache_dir
     try:
         used = []
@@ -286,7 +287,9 @@ def test_compiled_programs_are_kept_in_the_users_cache_unless_told_otherwise(mon
         for chosen, machine in places:
             monkeypatch.setattr(own_cache, "processor", lambda machine=machine: machine)
             jax.config.update("jax_compilation_cache_dir", chosen)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
             modes.enable_compilation_cache()
+            assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
             used.append(jax.config.jax_compilation_cache_dir)
         assert {Path(folder).parent for folder in used[:3]} == {tmp_path / "adder_flax" / "jax"}
         assert used[0] == used[2] != used[1]  # processors that share a home do not share code
