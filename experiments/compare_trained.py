@@ -8,8 +8,8 @@ layers and scores apart.
 
 | argument after the colon | training of a run | validation | rates | seeds |
 |---|---|---|---|---|
-| none: scikit-learn's digits | 850 steps of 64 images, 50 epochs | 20 % | 4 | 10 |
-| fashion_mnist | 4,215 steps of 64 images, 5 epochs, patches of 7 | 10 % | 4 | 6 |
+| none: scikit-learn's digits | 850 steps of 64 images, 50 epochs, six blocks of width 96 | 20 % | 4 | 10 |
+| fashion_mnist | 4,215 steps of 64 images, 5 epochs, patches of 7, three blocks of width 64 | 10 % | 4 | 6 |
 | cifar10 | experiments/cifar10_fast.py: 5.25 epochs of 256 images, a stem, Muon | 10 % | 3 | 3 |
 
 ``twice,digits`` trains the best arm (before it is known, the control) for as many steps and for
@@ -68,9 +68,9 @@ def get_config(data: str | None = None) -> ml_collections.ConfigDict:
     return ml_collections.ConfigDict(settings.defaults(settings.CompareSettings) | fields)
 
 
-def _small(data: str, num_epochs: float) -> ml_collections.ConfigDict:
+def _small(data: str, num_epochs: float, **sizes: int) -> ml_collections.ConfigDict:
     base = common.deit("multiplicative", "tiny", data)
-    base.model.update(width=96, depth=6)
+    base.model.update(sizes)
     if data == "digits":
         base.update(num_epochs=num_epochs, eval_every_steps=170)
     else:
@@ -87,8 +87,8 @@ def _cifar10() -> ml_collections.ConfigDict:
 
 
 _BASES = {
-    "digits": lambda: _small("digits", 50.0),
-    "fashion_mnist": lambda: _small("fashion_mnist", 5.0),
+    "digits": lambda: _small("digits", 50.0, width=96, depth=6),
+    "fashion_mnist": lambda: _small("fashion_mnist", 5.0, width=64, depth=3, num_heads=2),
     "cifar10": _cifar10,
 }
 _RATES = {"digits": (3e-4, 1e-2), "fashion_mnist": (3e-4, 1e-2), "cifar10": (2e-3, 2e-2)}
