@@ -5,7 +5,6 @@ Never other numbers, and nothing that was written gets lost.
 
 import json
 import logging
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from adder_flax import training
 from adder_flax.errors import RunError
 from tests.properties import runs
+from tests.properties.damages import DAMAGES
 
 CHECKPOINT_FILES = (
     "state/ocdbt.process_0/d/*",
@@ -30,29 +30,6 @@ CHECKPOINT_FILES = (
     "state/commit_success.txt",
     "commit_success.txt",
 )
-
-
-def flip(path: Path, place: float) -> None:
-    content = bytearray(path.read_bytes())
-    bit = int(place * 8 * len(content))
-    content[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(content)
-
-
-def garble(path: Path, place: float) -> None:
-    start = int(place * path.stat().st_size)
-    path.write_bytes(path.read_bytes()[:start] + b"\xa5" * 16 + path.read_bytes()[start + 16 :])
-
-
-DAMAGES = {
-    "one bit flipped": flip,
-    "overwritten from there on": garble,
-    "cut": lambda path, place: os.truncate(path, int(place * path.stat().st_size)),
-    "zeroed": lambda path, place: path.write_bytes(bytes(path.stat().st_size)),
-    "lengthened": lambda path, place: path.write_bytes(path.read_bytes() + b"\0x"),
-    "gone": lambda path, place: path.unlink(),
-    "a folder": lambda path, place: (path.unlink(), path.mkdir()),
-}
 
 
 def first(folder: Path, pattern: str) -> Path:
@@ -139,36 +116,34 @@ _NO_ROWS = (
 def test_lines_that_are_no_rows_are_set_aside_and_none_is_lost(lines):
     with tempfile.TemporaryDirectory() as folder:
         rows = [{"step": step, "train/loss": 1.0 / step} for step in range(1, 7)]
+        known = lambda: [row for row in training.read_metrics(folder) if row in rows]
         texts = [json.dumps(row).encode() for row in rows]
         for place, line in lines:
             texts.insert(place, line)
         (Path(folder) / "metrics.jsonl").write_bytes(b"\n".join(texts))
         before = runs.contents(Path(folder))["rows"]
-        known = training.read_metrics(folder)
-        assert [row for row in known if row in rows] == rows
+        assert known() == rows
         with training.metrics.MetricWriter(folder, start_step=4) as writer:
             writer.write(5, {"train/loss": 7.0})
-        found = training.read_metrics(folder)
-        assert [row for row in found if row in rows] == rows[:4]
-        assert found[-1] == {"step": 5, "train/loss": 7.0}
+        assert known() == rows[:4]
+        assert training.read_metrics(folder)[-1] == {"step": 5, "train/loss": 7.0}
         assert not before - runs.contents(Path(folder))["rows"]
 
 
-_FIELDS = {
-    "seed": 7,
-    "batch_size": 16,
-    "model": {"width": 32},
-    "optimizer": {"learning_rate": 0.5},
-    "data": {"name": "mnist"},
-}
-
-
-@given(name=st.sampled_from(sorted(_FIELDS)), seed=st.integers(1, 99))
-def test_the_directory_of_another_run_is_refused_and_stays_as_it_is(caplog, name, seed):
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        (None, "seed", 7),
+        (None, "batch_size", 16),
+        ("model", "width", 32),
+        ("optimizer", "learning_rate", 0.5),
+        ("data", "name", "mnist"),
+    ],
+)
+def test_the_directory_of_another_run_is_refused_and_stays_as_it_is(caplog, section, name, value):
     with runs.copy() as workdir:
         stored = json.loads((workdir / "config.json").read_text())
-        value = seed if name == "seed" else _FIELDS[name]
-        stored[name] = stored[name] | value if isinstance(value, dict) else value
+        (stored[section] if section else stored)[name] = value
         (workdir / "config.json").write_text(json.dumps(stored))
         before = runs.contents(workdir)
         for how in ("train", "last"):

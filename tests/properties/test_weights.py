@@ -25,14 +25,10 @@ from adder_flax.errors import RunError, user_errors
 pytestmark = pytest.mark.unchecked
 
 
+@functools.cache
 def make(seed: int = 0) -> models.VisionTransformer:
     sizes = {"image_size": 6, "patch_size": 3, "num_classes": 5, "width": 8, "depth": 1}
     return models.VisionTransformer(**sizes, num_heads=2, rngs=nnx.Rngs(seed))
-
-
-@functools.cache
-def loaded() -> models.VisionTransformer:
-    return make()
 
 
 @functools.cache
@@ -67,22 +63,18 @@ def file_of(arrays: dict[str, tuple[str, list[int], bytes]], names: str) -> byte
     return join(json.dumps(header), b"".join(data for _, _, data in arrays.values()))
 
 
-def numbers_of(model: nnx.Module) -> list[np.ndarray]:
-    return [np.array(leaf) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
-
-
 def check(content: bytes, names: str) -> str | None:
     """Loads a file; returns the message where it is refused."""
     with tempfile.TemporaryDirectory() as folder:
-        path, model = Path(folder, "model.safetensors"), loaded()
+        path, model = Path(folder, "model.safetensors"), make()
         path.write_bytes(content)
-        before = numbers_of(model)
+        before = jax.device_get(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
         try:
             with user_errors():
                 kept = interop.load_weights(model, path)
         except RunError as error:
-            for one, other in zip(before, numbers_of(model), strict=True):
-                np.testing.assert_array_equal(one, other)
+            after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+            jax.tree.map(np.testing.assert_array_equal, after, before)
             message = str(error)
             assert "expected" in message.lower()
             assert message.isprintable()
@@ -156,12 +148,13 @@ def test_an_array_that_does_not_fit_is_refused(names, data):
     arrays = arrays_of(valid(names))
     name = data.draw(st.sampled_from(sorted(arrays)))
     dtype, shape, content = arrays[name]
-    fault = data.draw(st.sampled_from(["not finite", "type", "shape", "missing", "renamed", "too"]))
-    numbers = np.frombuffer(content, "<f4").copy()
+    fault = data.draw(st.sampled_from(["number", "type", "shape", "missing", "renamed"]))
+    numbers = np.frombuffer(content, "<f4")
     place = data.draw(st.integers(0, numbers.size - 1))
-    if fault == "not finite":
-        numbers[place] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
-        arrays[name] = (dtype, shape, numbers.tobytes())
+    if fault == "number":
+        wide = numbers.astype("<f8")
+        wide[place] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf, 1e300]))
+        arrays[name] = ("F64", shape, wide.tobytes())
     elif fault == "type":
         other = data.draw(st.sampled_from(sorted(_NO_FLOATS)))
         arrays[name] = (other, shape, bytes(numbers.size * _NO_FLOATS[other]))
@@ -170,13 +163,9 @@ def test_an_array_that_does_not_fit_is_refused(names, data):
         arrays[name] = (dtype, wrong, bytes(4 * int(np.prod(wrong))))
     elif fault == "missing":
         del arrays[name]
-    elif fault == "renamed":
+    else:
         new = data.draw(st.sampled_from(["a" * 10**5, "\x1b[31m", "", "../../x", "\u202egnp"]))
         arrays[new] = arrays.pop(name)
-    else:
-        wide = numbers.astype("<f8")
-        wide[place] = 1e300
-        arrays[name] = ("F64", shape, wide.tobytes())
     heads = name.startswith(("head.", "classifier."))
     assert check(file_of(arrays, names), names) or (fault in ("shape", "missing") and heads)
 
@@ -197,11 +186,6 @@ def test_narrower_and_wider_numbers_are_converted_exactly(names, data):
     assert check(file_of(arrays, names), names) is None
 
 
-@pytest.mark.parametrize("length", [2**24 + 1, 2**31, 2**40, 2**63, 2**64 - 1])
-def test_a_header_said_to_be_as_large_as_a_disk_is_refused(length):
-    assert check(length.to_bytes(8, "little") + valid("timm")[8:], "timm")
-
-
 class _Evil:
     """What leaves a trace where it is unpickled."""
 
@@ -209,18 +193,23 @@ class _Evil:
         return pytest.fail, ("a pickle ran",)
 
 
+def _headed(length: int) -> bytes:
+    """A file whose header is said to be so long."""
+    return length.to_bytes(8, "little") + valid("timm")[8:]
+
+
 @pytest.mark.parametrize(
     "content",
     [
         pickle.dumps(_Evil()),
         b"PK\3\4" + b"x" * 99,
-        b"\x89HDF\r\n\x1a\n" + b"x" * 99,
         b"GGUF" + b"x" * 99,
         b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n",
         b"",
         b"{}",
+        *(2**24 + 1, 2**31, 2**40, 2**63, 2**64 - 1),
     ],
-    ids=lambda content: repr(content[:8]),
+    ids=lambda content: repr(content)[:16],
 )
-def test_a_file_of_another_format_is_refused_and_no_code_in_it_runs(content):
-    assert check(content, "timm")
+def test_what_is_no_such_file_is_refused_and_no_code_in_it_runs(content):
+    assert check(_headed(content) if isinstance(content, int) else content, "timm")

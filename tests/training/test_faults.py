@@ -34,25 +34,19 @@ def test_an_undecodable_image_stops_the_run_with_its_name(folder_config, tmp_pat
 
 
 @pytest.mark.slow
-def test_undecodable_images_can_be_left_out_and_are_counted(folder_config, tmp_path, capsys):
+def test_images_that_are_left_out_are_counted_and_those_that_were_removed_are_told(
+    folder_config, tmp_path, capsys
+):
     folder_config.data.on_unreadable = "skip"
     modes.train(folder_config, tmp_path / "run")
     assert "1 unreadable train images were left out" in capsys.readouterr().out
     assert training.read_metrics(tmp_path / "run")[-1]["step"] == 3
-
-
-@pytest.mark.slow
-def test_images_that_were_removed_are_told(folder_config, tmp_path):
-    folder_config.data.on_unreadable = "skip"
-    run = training.build_run(folder_config)
-    training.Trainer(run, tmp_path / "run").fit()
     for folder in (tmp_path / "data" / "train").iterdir():
         for path in sorted(folder.iterdir())[4:]:
             path.unlink()
-    smaller = training.build_run(folder_config)
     said = "at least the 3 steps .* one of 1: .* train 24 records then, 8 now"
     with pytest.raises(RunError, match=said):
-        training.Trainer(smaller, tmp_path / "run").fit()
+        training.Trainer(training.build_run(folder_config), tmp_path / "run").fit()
 
 
 @pytest.mark.slow
@@ -66,6 +60,5 @@ def test_figures_do_not_decide_whether_training_succeeded(
     modes.train(tiny_config(num_epochs=0.1), tmp_path)
     out = capsys.readouterr().out
     assert "complete, but attention.png could not be drawn: ZeroDivisionError: no ink" in out
-    assert "curves.png" in out.splitlines()[-1]
-    assert "attention.png" not in out.splitlines()[-1]
+    assert out.splitlines()[-1].endswith("config.json, curves.png")
     assert (tmp_path / "curves.png").exists()

@@ -1,8 +1,8 @@
 """Who may train in a directory: one at a time, and whoever comes after one that was killed."""
 
+import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 
@@ -15,20 +15,23 @@ from tests.processes import ROOT, simulated_devices
 _HOLD = """
 import sys, time
 from adder_flax.training.workdir import lock_workdir
-try:
-    with lock_workdir(sys.argv[1]):
-        print("held", flush=True)
-        time.sleep(float(sys.argv[2]))
-except Exception as error:
-    print(error, flush=True)
+with lock_workdir(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
 """
 
 
-def hold(workdir, seconds):
-    arguments = [sys.executable, "-c", _HOLD, str(workdir), str(seconds)]
-    return subprocess.Popen(
-        arguments, env=simulated_devices(1), cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+@contextlib.contextmanager
+def holder(workdir):
+    """Another process that holds the directory."""
+    command = [sys.executable, "-c", _HOLD, str(workdir)]
+    options = dict(env=simulated_devices(1), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, **options) as process:
+        try:
+            assert process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def owner_of(workdir):
@@ -37,12 +40,9 @@ def owner_of(workdir):
 
 @pytest.mark.slow
 def test_another_process_is_refused_until_the_first_ends_or_is_killed(tmp_path):
-    first = hold(tmp_path, 60)
-    assert first.stdout.readline() == "held\n"
-    with pytest.raises(RunError, match=rf"got process {first.pid} on .*since"):
+    said = r"got process {} on .*since"
+    with holder(tmp_path) as first, pytest.raises(RunError, match=said.format(first.pid)):
         lock_workdir(tmp_path).__enter__()
-    first.send_signal(signal.SIGKILL)
-    first.wait()
     assert owner_of(tmp_path)["pid"] == first.pid
     with lock_workdir(tmp_path):
         assert owner_of(tmp_path)["pid"] == os.getpid()
@@ -60,13 +60,11 @@ def test_what_an_older_version_or_a_killed_run_left_does_not_stop_a_run(content,
 
 @pytest.mark.slow
 def test_who_lost_the_lock_saves_nothing(tmp_path):
-    with lock_workdir(tmp_path) as held:
-        held.check()
-        (tmp_path / "trainer.lock").unlink()
-        second = hold(tmp_path, 60)
-        assert second.stdout.readline() == "held\n"
-        with pytest.raises(RunError, match="trainer.lock to stay where it is while a run trains"):
+    with contextlib.ExitStack() as alive:
+        with lock_workdir(tmp_path) as held:
             held.check()
-    assert owner_of(tmp_path)["pid"] == second.pid  # the end of the first leaves it alone
-    second.kill()
-    second.wait()
+            (tmp_path / "trainer.lock").unlink()
+            second = alive.enter_context(holder(tmp_path))
+            with pytest.raises(RunError, match="trainer.lock to stay where it is while a run"):
+                held.check()
+        assert owner_of(tmp_path)["pid"] == second.pid  # the end of the first leaves it alone

@@ -27,8 +27,11 @@ def test_half_an_environment_is_refused():
         connect({"JAX_NUM_PROCESSES": "2"})
 
 
-_NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-_PLAIN = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}
+_PLAIN = {
+    "JAX_COORDINATOR_ADDRESS": "a:1",
+    "JAX_NUM_PROCESSES": "2",
+    "JAX_PROCESS_ID": "1",
+}
 
 
 @pytest.mark.parametrize(
@@ -39,7 +42,7 @@ _PLAIN = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}
         ({"SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "a"}, None),
         ({"TPU_WORKER_HOSTNAMES": "a"}, None),
         ({"JAX_COORDINATOR_ADDRESS": "a:1"}, None),
-        (dict(zip(_NAMES, ("a:1", "2", "1"), strict=True)), _PLAIN),
+        (_PLAIN, {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}),
         ({"SLURM_NTASKS": "8", "SLURM_STEP_NODELIST": "node[1-2]"}, {}),
         ({"TPU_WORKER_HOSTNAMES": "host0,host1"}, {}),
     ],
@@ -53,36 +56,29 @@ def test_environments_of_several_processes_connect(variables, given, monkeypatch
 
 
 @pytest.fixture
-def start_processes():
-    """Starts ``main.py`` once for each process of a run, one device each: ``start_processes(count,
-    *flags)``."""
+def start_two():
+    """Starts ``main.py`` for both processes of a run, one device each: ``start_two(*flags)``."""
     started = []
     watchdog = threading.Timer(240, lambda: [process.kill() for process in started])
     watchdog.start()
-    yield lambda count, *flags: started.extend(_start(count, *flags)) or started[-count:]
+
+    def start(*flags):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        of_both = {"JAX_COORDINATOR_ADDRESS": address, "PYTHONUNBUFFERED": "1"}
+        environment = simulated_devices(1) | _PLAIN | of_both
+        command = [sys.executable, "main.py", *FLAGS, *flags]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for index in "01":
+            own = environment | {"JAX_PROCESS_ID": index}
+            started.append(subprocess.Popen(command, env=own, cwd=ROOT, **pipes))
+        return started[-2:]
+
+    yield start
     watchdog.cancel()
     for process in started:
         process.kill()
-
-
-def _start(count, *flags):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    variables = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
-    return [
-        subprocess.Popen(
-            [sys.executable, ROOT / "main.py", *FLAGS, *flags],
-            env=simulated_devices(1)
-            | variables
-            | {"JAX_PROCESS_ID": str(index), "PYTHONUNBUFFERED": "1"},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index in range(count)
-    ]
 
 
 def read_until(process, text):
@@ -95,12 +91,12 @@ def read_until(process, text):
 
 
 @pytest.mark.slow
-def test_two_processes_train_stop_and_resume_as_one_would(start_processes, tiny_config, tmp_path):
-    config = tiny_config("multiplicative", num_epochs=0.5)
-    alone_in = lambda name: training.Trainer(training.build_run(config), tmp_path / name).fit()
+def test_two_processes_train_stop_and_resume_as_one_would(start_two, tiny_config, tmp_path):
+    run = training.build_run(tiny_config("multiplicative", num_epochs=0.5))
+    alone_in = lambda name: training.Trainer(run, tmp_path / name).fit()
     whole = alone_in("whole")
 
-    first, second = start_processes(2, f"--workdir={tmp_path / 'two'}")
+    first, second = start_two(f"--workdir={tmp_path / 'two'}")
     read_until(first, "step 7/22")
     second.send_signal(signal.SIGTERM)  # the other one must follow
     outputs = [process.communicate(timeout=240)[0] for process in (first, second)]
@@ -109,7 +105,7 @@ def test_two_processes_train_stop_and_resume_as_one_would(start_processes, tiny_
     assert "step" not in outputs[1]
     shutil.copytree(tmp_path / "two", tmp_path / "one")
 
-    processes = start_processes(2, f"--workdir={tmp_path / 'two'}")
+    processes = start_two(f"--workdir={tmp_path / 'two'}")
     outputs = [process.communicate(timeout=240)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert "resuming at step" in outputs[0]
@@ -122,20 +118,20 @@ def test_two_processes_train_stop_and_resume_as_one_would(start_processes, tiny_
         for metric in ("train/loss", "train/grad_norm", "eval/loss"):
             values = [[row[metric] for row in each if metric in row] for each in (rows, expected)]
             np.testing.assert_allclose(*values, rtol=2e-4, err_msg=f"{name} {metric}")
-    two = training.build_run(config)
-    with training.Checkpoints(tmp_path / "two" / "checkpoints") as checkpoints:
-        restored = checkpoints.restore(two.abstract_state)
-    for state in (restored, alone.state):
+    saved = training.SavedCheckpoints(tmp_path / "two" / "checkpoints")
+    for state in (saved.restore(run.abstract_state), alone.state):
         close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4)
         jax.tree.map(close, state["params"], whole.state["params"])
+
+
+_GLOO = "UNKNOWN: Gloo all-reduce failed: reset by peer"
 
 
 @pytest.mark.parametrize(
     ("error", "hint"),
     [
-        (jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: reset by peer"), True),
-        # As it is when dispatched.
-        (ValueError("UNKNOWN: Gloo all-reduce failed: reset by peer"), True),
+        (jax.errors.JaxRuntimeError(_GLOO), True),
+        (ValueError(_GLOO), True),  # as it is when dispatched
         (ValueError("expected a batch"), False),
     ],
 )
@@ -174,8 +170,8 @@ def test_after_a_watch_signals_do_what_they_did_before():
 
 
 @pytest.mark.slow
-def test_a_dead_process_ends_the_other(start_processes, tmp_path):
-    first, second = start_processes(2, f"--workdir={tmp_path}", "--config.num_epochs=100.0")
+def test_a_dead_process_ends_the_other(start_two, tmp_path):
+    first, second = start_two(f"--workdir={tmp_path}", "--config.num_epochs=100.0")
     read_until(first, "step 3/")
     second.kill()
     output, _ = first.communicate(timeout=3 * HEARTBEAT_SECONDS)

@@ -56,10 +56,7 @@ def compilations():
     events = []
 
     def listen(event, duration, **unused):
-        if event in (
-            "/jax/core/compile/backend_compile_duration",
-            "/jax/core/compile/jaxpr_to_mlir_module_duration",
-        ):
+        if "backend_compile" in event or "jaxpr_to_mlir" in event:
             events.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
@@ -69,24 +66,23 @@ def compilations():
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
+def changed(config, fields):
+    config = config.copy_and_resolve_references()
+    config.update_from_flattened_dict(fields)
+    return config
+
+
 def fit(config, workdir):
     return Trainer(build_run(config), training.open_workdir(workdir, config)).fit()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("optimizer", "numbers"),
     [
         ("adamw", {}),
-        pytest.param("sgd", {"optimizer.momentum": 0.5}, marks=pytest.mark.slow),
-        pytest.param(
-            "kfac",
-            {
-                "optimizer.kfac.learning_rate": 0.5,
-                "optimizer.kfac.damping": 1.0,
-                "optimizer.kfac.kl_clip": 1e-4,
-            },
-            marks=pytest.mark.slow,
-        ),
+        ("sgd", {"momentum": 0.5}),
+        ("kfac", {"kfac.learning_rate": 0.5, "kfac.damping": 1.0, "kfac.kl_clip": 1e-4}),
     ],
 )
 def test_another_seed_and_other_rates_compile_nothing(optimizer, numbers, tiny_config, tmp_path):
@@ -96,17 +92,15 @@ def test_another_seed_and_other_rates_compile_nothing(optimizer, numbers, tiny_c
     with compilations() as events:
         fit(first, tmp_path / "first")
     assert events
-    for i, fields in enumerate(({"seed": 1}, {"optimizer.learning_rate": 0.01}, OTHER | numbers)):
-        config = first.copy_and_resolve_references()
-        config.update_from_flattened_dict(fields)
+    every = OTHER | {f"optimizer.{name}": value for name, value in numbers.items()}
+    for i, fields in enumerate(({"seed": 1}, {"optimizer.learning_rate": 0.01}, every)):
         with compilations() as events:
-            fit(config, tmp_path / str(i))
+            fit(changed(first, fields), tmp_path / str(i))
         assert not events, fields
-    losses = [
-        [row["train/loss"] for row in read_metrics(path) if "train/loss" in row]
-        for path in tmp_path.iterdir()
-    ]
-    assert len({tuple(values[:9]) for values in losses}) == 4
+    losses = {
+        tuple(row["train/loss"] for row in read_metrics(path)[:9]) for path in tmp_path.iterdir()
+    }
+    assert len(losses) == 4
 
 
 @pytest.mark.slow
@@ -116,10 +110,8 @@ def test_every_number_counts(tiny_config):
     base = tiny_config("multiplicative", **ON)
 
     def after_three_steps(**fields):
-        config = base.copy_and_resolve_references()
-        config.update_from_flattened_dict(fields)
-        run = build_run(config)
-        batches, state = data.TrainPipeline(run.train_source, config.batch_size, 0), run.init()
+        run = build_run(changed(base, fields))
+        batches, state = data.TrainPipeline(run.train_source, base.batch_size, 0), run.init()
         for i in range(3):
             state, metrics = run.train_step(state, put_batch(batches[i], run.mesh), run.hyper)
         leaves = jax.tree.leaves((training.evaluation_params(state), metrics["learning_rate"]))
@@ -161,7 +153,7 @@ def test_the_shared_program_gives_what_its_own_would(fields, remat, tiny_config,
     config = tiny_config("multiplicative", **fields, **{"model.remat": remat})
     shared = build_run(config)
     first = loss(shared)
-    config.update_from_flattened_dict(other)
+    config = changed(config, other)
     second = build_run(config)
     assert second.program is shared.program
     monkeypatch.setattr(training.program, "_PROGRAMS", {})

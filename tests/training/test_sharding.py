@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from adder_flax.models import deit_tiny
 from adder_flax.parameters import parameter_facts
 from adder_flax.training import RunError
-from adder_flax.training.sharding import make_mesh, state_sharding, tree_path
+from adder_flax.training.sharding import leaves_by_path, make_mesh, state_sharding
 from tests.processes import run_code
 
 
@@ -56,9 +56,7 @@ def _state_and_facts():
 )
 def test_placement_by_the_names_that_layers_give_to_their_axes(path, mesh, spec):
     state, facts = _state_and_facts()
-    placed = state_sharding(state, mesh, facts)
-    specs = {tree_path(key): leaf.spec for key, leaf in jax.tree_util.tree_leaves_with_path(placed)}
-    assert specs[path] == spec
+    assert leaves_by_path(state_sharding(state, mesh, facts))[path].spec == spec
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 1), (-1, -1, 1), (0, 1, 1), (-1, 2, 1)])
@@ -93,28 +91,20 @@ for mesh in [(1, 1, 1), *map(json.loads, meshes)]:
         state, metrics = compiled(state, sharding.put_batch(batches[i], run.mesh), run.hyper)
         numbers += [float(metrics["loss"]), float(metrics["grad_norm"])]
     scores = training.Evaluator(run)(state["params"])
-    numbers.append(scores["eval/loss"])
-    on_first = lambda x: next(
-        s.data.nbytes for s in x.addressable_shards if s.device == jax.devices()[0]
-    )
-    print(
-        json.dumps(
-            {
-                "numbers": numbers,
-                "correct": [
-                    round(len(run.eval_source) * scores[f"eval/{name}"])
-                    for name in ("accuracy", "top5_accuracy")
-                ],
-                "collectives": collectives(compiled.as_text()),
-                "parameter_bytes": sum(x.nbytes for x in jax.tree.leaves(state["params"])),
-                "state_bytes": sum(x.nbytes for x in jax.tree.leaves(state)),
-                "state_bytes_on_first": sum(map(on_first, jax.tree.leaves(state))),
-                "argument_bytes": compiled.memory_analysis().argument_size_in_bytes,
-                "donated_bytes": compiled.memory_analysis().alias_size_in_bytes,
-            }
-        ),
-        flush=True,
-    )
+    correct = [scores[f"eval/{name}accuracy"] * len(run.eval_source) for name in ("", "top5_")]
+    parts = [s for x in jax.tree.leaves(state) for s in x.addressable_shards]
+    memory = compiled.memory_analysis()
+    told = {
+        "numbers": [*numbers, scores["eval/loss"]],
+        "correct": list(map(round, correct)),
+        "collectives": collectives(compiled.as_text()),
+        "parameter_bytes": sum(x.nbytes for x in jax.tree.leaves(state["params"])),
+        "state_bytes": sum(x.nbytes for x in jax.tree.leaves(state)),
+        "on_first": sum(part.data.nbytes for part in parts if part.device == jax.devices()[0]),
+        "argument_bytes": memory.argument_size_in_bytes,
+        "donated_bytes": memory.alias_size_in_bytes,
+    }
+    print(json.dumps(told), flush=True)
 """
 
 
@@ -125,7 +115,6 @@ def _train(mechanism, *meshes, **fields):
 
 
 MECHANISMS = ("multiplicative", "additive", "adder")
-MESHES = ((8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8))
 
 # Sums over devices round differently, each by about 1e-7. Four steps of AdamW, which divides by
 # gradients that may be small, may raise that several hundred times (1.5e-5 was seen, with adder
@@ -158,11 +147,11 @@ def _agree(results, optimizer):
 @pytest.mark.parametrize("optimizer", BOUND)
 def test_every_mesh_gives_the_numbers_of_one_device(mechanism, optimizer):
     fields = {"optimizer.name": optimizer, "model.depth": 2} | SHORTER[optimizer]
-    results = _train(mechanism, *MESHES, **fields)
+    results = _train(mechanism, (8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8), **fields)
     _agree(results, optimizer)
     one, data_parallel, *_ = results
     if optimizer == "kfac":  # parameters and what is like them are whole there, the rest is split
-        assert data_parallel["state_bytes_on_first"] < 0.8 * one["state_bytes"]
+        assert data_parallel["on_first"] < 0.8 * one["state_bytes"]
         # Layers are dealt out and come back all at once, not one by one. Factors of adder layers
         # are averaged over outputs before they are dealt out, which does send parts of them.
         if mechanism == "multiplicative":
@@ -177,48 +166,25 @@ def test_accumulation_and_rematerialisation_change_nothing_on_a_mesh(mechanism):
         _agree([plain[0], *_train(mechanism, (4, 2, 1), **fields)], "adamw")
 
 
-@pytest.fixture(scope="module")
-def multiplicative():
-    """Results of a multiplicative transformer by mesh: of one device, data parallel, fully sharded,
-    tensor parallel."""
-    meshes = ((8, 1, 1), (1, 8, 1), (1, 1, 2))
-    results = _train("multiplicative", *meshes)
-    return dict(zip([(1, 1, 1), *meshes], results, strict=True))
-
-
 @pytest.mark.slow
-def test_one_device_and_data_parallel_steps_hold_the_collectives_they_must(multiplicative):
-    assert multiplicative[1, 1, 1]["collectives"] == {}
-    data_parallel = multiplicative[8, 1, 1]
-    assert set(data_parallel["collectives"]) == {"all-reduce"}
+def test_steps_send_and_hold_what_they_must():
+    results = _train("multiplicative", (8, 1, 1), (1, 8, 1), (1, 1, 2))
+    whole, data_parallel, sharded, tensor_parallel = results
+    for result in results:  # the state is donated
+        assert result["donated_bytes"] >= result["on_first"]
+    assert whole["collectives"] == {}
+    assert whole["on_first"] == whole["state_bytes"]
     # Each gradient once, and the loss and hits of the batch.
+    assert set(data_parallel["collectives"]) == {"all-reduce"}
     size = data_parallel["collectives"]["all-reduce"]
     assert 0 <= size - data_parallel["parameter_bytes"] <= 64
-
-
-@pytest.mark.slow
-def test_fully_sharded_steps_gather_parameters_and_hold_an_eighth(multiplicative):
-    sharded = multiplicative[1, 8, 1]
+    # Parameters are gathered at least once for the forward pass, at most once more for the backward
+    # pass; then every gradient is reduced.
     gathered, reduced = (sharded["collectives"][kind] for kind in ("all-gather", "all-reduce"))
-    # At least once for the forward pass, at most once more for the backward pass; then every
-    # gradient is reduced.
     assert sharded["parameter_bytes"] * 0.9 <= gathered <= sharded["parameter_bytes"] * 2.1
     assert reduced >= sharded["parameter_bytes"] * 0.9
     # Whole on every device: counters, and what 8 does not divide.
-    assert sharded["state_bytes_on_first"] < 1.1 * sharded["state_bytes"] / 8
-    whole = multiplicative[1, 1, 1]
-    assert whole["state_bytes_on_first"] == whole["state_bytes"]
+    assert sharded["on_first"] < 1.1 * sharded["state_bytes"] / 8
     assert sharded["argument_bytes"] < 1.15 * whole["argument_bytes"] / 8
-
-
-@pytest.mark.slow
-def test_the_state_is_donated_on_every_mesh(multiplicative):
-    for result in multiplicative.values():
-        assert result["donated_bytes"] >= result["state_bytes_on_first"]
-
-
-@pytest.mark.slow
-def test_tensor_parallel_steps_reduce_activations(multiplicative):
-    split = multiplicative[1, 1, 2]
-    assert split["collectives"]["all-reduce"] > 0
-    assert split["state_bytes_on_first"] < 0.7 * split["state_bytes"]
+    assert tensor_parallel["collectives"]["all-reduce"] > 0
+    assert tensor_parallel["on_first"] < 0.7 * tensor_parallel["state_bytes"]

@@ -25,76 +25,73 @@ from adder_flax.training import (
 from adder_flax.training.workdir import differences, fingerprint
 
 
-def other(config):
-    changed = config.copy_and_resolve_references()
-    changed.optimizer.learning_rate = 0.123
-    return changed
-
-
 def written(config):
     return as_config(completed(RunSettings, config.to_dict()))
 
 
-def checkpoint(workdir):
-    (workdir / "checkpoints" / "4").mkdir(parents=True)
+@pytest.fixture
+def config():
+    return common.deit("adder", "tiny")
 
 
-def test_another_configuration_is_refused_once_there_is_a_checkpoint(tmp_path):
-    config = common.deit("adder", "tiny")
-    write_config(tmp_path, config)
-    assert read_config(tmp_path) == written(config)
-    write_config(tmp_path, other(config))  # a mistake, corrected
-    assert read_config(tmp_path) == written(other(config))
-    checkpoint(tmp_path)
+@pytest.fixture
+def begun(tmp_path):
+    """``begun(fields)``: the directory of a run with that configuration and a checkpoint."""
+
+    def make(fields):
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        (tmp_path / "checkpoints" / "4").mkdir(parents=True)
+        return tmp_path
+
+    return make
+
+
+def test_another_configuration_is_refused_once_there_is_a_checkpoint(config, tmp_path):
+    other = config.copy_and_resolve_references()
+    other.optimizer.learning_rate = 0.123
+    for stored in (config, other):  # a mistake, corrected
+        assert open_workdir(tmp_path, stored) == tmp_path
+        write_config(tmp_path, stored)
+        assert read_config(tmp_path) == written(stored)
+    (tmp_path / "checkpoints" / "4").mkdir(parents=True)
     for function in (open_workdir, write_config):
         with pytest.raises(RunError, match=r"optimizer.learning_rate: 0.123 there"):
             function(tmp_path, config)
 
 
-def test_a_run_begun_before_a_setting_was_added_goes_on_with_its_default(tmp_path):
-    config = common.deit("adder", "tiny")
+def test_what_a_run_of_an_earlier_version_leaves_open_has_its_default(config, begun):
+    """Two settings were not there, nor a section, and another had other fields."""
     fields = json.loads(config.to_json())
-    del fields["data"]["repeats"], fields["model"]["mlp_ratio"]
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    checkpoint(tmp_path)
-    assert open_workdir(tmp_path, config) == tmp_path
-    assert read_config(tmp_path) == written(config)
+    del fields["data"]["repeats"], fields["model"]["mlp_ratio"], fields["optimizer"]["kfac"]
+    fields["optimizer"]["cg_fac"] = {"max_iterations": 2, "kl_clip": 0.5}
+    workdir = begun(fields)
+    assert open_workdir(workdir, config) == workdir
+    assert read_config(workdir) == written(config)
+    read(RunSettings, read_config(workdir))
     config.data.repeats = 3
     with pytest.raises(RunError, match=r"\n  data.repeats: 1 there, 3 now\n"):
-        open_workdir(tmp_path, config)
+        open_workdir(workdir, config)
 
 
-def test_what_is_done_about_what_is_broken_may_change(tmp_path):
-    config = common.deit("adder", "tiny")
-    # As checkpoints once had it.
-    of = fingerprint(config) | {"non_finite": "stop", "data.on_unreadable": "raise"}
-    write_config(tmp_path, config)
-    checkpoint(tmp_path)
-    config.non_finite, config.data.on_unreadable = "skip", "skip"
-    assert open_workdir(tmp_path, config) == tmp_path
-    assert differences(of, fingerprint(config)) == []
-
-
-def test_what_a_run_of_an_earlier_version_leaves_open_is_on_record(tmp_path):
-    """Its section cg_fac, which it did not read, had other fields."""
-    config = common.deit("adder", "tiny")
-    fields = json.loads(config.to_json())
-    fields["optimizer"]["cg_fac"] = {"max_iterations": 2, "kl_clip": 0.5}
-    del fields["optimizer"]["kfac"]
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    checkpoint(tmp_path)
-    assert open_workdir(tmp_path, config) == tmp_path
-    assert read_config(tmp_path) == written(config)
-    read(RunSettings, read_config(tmp_path))
+def test_what_a_configuration_leaves_open_is_on_record(config, tmp_path):
     config.optimizer.name = "kfac"
     config.optimizer.kfac.update(step="share", damping=0.2)
-    write_config(tmp_path / "new", config)
-    stored = json.loads((tmp_path / "new" / "config.json").read_text())["optimizer"]["kfac"]
+    write_config(tmp_path, config)
+    stored = json.loads((tmp_path / "config.json").read_text())["optimizer"]["kfac"]
     assert (stored["learning_rate"], stored["damping"], stored["iterations"]) == (0.1, 0.2, 2)
 
 
-def test_opening_writes_nothing(tmp_path):
-    assert open_workdir(tmp_path / "new", common.deit("adder", "tiny")) == tmp_path / "new"
+def test_what_is_done_about_what_is_broken_may_change(config, begun):
+    # As checkpoints once had it.
+    of = fingerprint(config) | {"non_finite": "stop", "data.on_unreadable": "raise"}
+    workdir = begun(json.loads(config.to_json()))
+    config.non_finite, config.data.on_unreadable = "skip", "skip"
+    assert open_workdir(workdir, config) == workdir
+    assert differences(of, fingerprint(config)) == []
+
+
+def test_opening_writes_nothing(config, tmp_path):
+    assert open_workdir(tmp_path / "new", config) == tmp_path / "new"
     assert os.listdir(tmp_path) == []
 
 
@@ -112,8 +109,7 @@ def test_a_mistake_can_be_corrected_in_the_same_directory_and_no_row_is_lost(
     done = Trainer(build_run(config), open_workdir(tmp_path, config)).fit()
     assert done.step == 9
     assert read_config(tmp_path) == written(config)
-    assert first
-    assert (tmp_path / "metrics.jsonl.aside").read_text() == first
+    assert (tmp_path / "metrics.jsonl.aside").read_text() == first != ""
     log = (tmp_path / "metrics.jsonl").read_bytes() + b"no row\n"
     (tmp_path / "metrics.jsonl").write_bytes(log)
     again = Trainer(build_run(config), open_workdir(tmp_path, config)).fit()
