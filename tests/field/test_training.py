@@ -23,13 +23,13 @@ from adder_flax.experiments import common
 from adder_flax.models import MODELS, register_model
 from adder_flax.settings import MODEL_SETTINGS, ClassificationSettings, defaults, setting
 from adder_flax.tasks import Classification, Outcome
-from adder_flax.training import evaluation_params, make_eval_step, make_train_step, sharding
+from adder_flax.training import evaluation_params, make_eval_step, make_train_step
 from adder_flax.training.optimizers import CurvatureOptimizer, find_layers
 from adder_flax.training.program import _built_from
 from adder_flax.training.step import Parts, init_state, joined, make_loss_fn, take_apart
 from adder_flax.training.workdir import check_jax_settings, write_jax_settings
 from tests.processes import run_code
-from tests.training.pieces import BATCH, FACTS, Net, make_step
+from tests.training.pieces import BATCH, FACTS, Net, make_step, take_steps
 from tests.training.tiny import TINY
 
 
@@ -281,11 +281,6 @@ def net_config():
         yield config
 
 
-def step_of_run(run, state, i):
-    with jax.set_mesh(run.mesh):
-        return run.train_step(state, sharding.put_batch(run.batches()[i], run.mesh), run.hyper)
-
-
 def test_a_model_of_flax_s_layers_is_trained_saved_and_resumed_with_the_same_bits(
     net_config, tmp_path
 ):
@@ -294,8 +289,7 @@ def test_a_model_of_flax_s_layers_is_trained_saved_and_resumed_with_the_same_bit
     state = run.init()
     # The statistics begin as the layer's own.
     same_bits(state["model_state"], {"norm": {"mean": np.zeros(5), "var": np.ones(5)}})
-    for i in range(4):
-        state, _ = step_of_run(run, state, i)
+    state, _ = take_steps(run, state, 0, 4)
     place = tmp_path / "broken" / "checkpoints"
     with training.Checkpoints(place, of=training.fingerprint(net_config)) as checkpoints:
         checkpoints.save(4, state)
@@ -325,7 +319,8 @@ _ON_DEVICES = """
 import json, sys
 import jax
 from adder_flax import training
-from tests.field.test_training import net_config, step_of_run
+from tests.field.test_training import net_config
+from tests.training.pieces import take_steps
 
 made = net_config.__wrapped__()  # which forgets the model at its end
 config = next(made)
@@ -335,10 +330,8 @@ for sizes in json.loads(sys.argv[1]):
     config.mesh.update(dict(zip(("data", "fsdp", "tensor"), sizes)))
     size = sizes[0] * sizes[1] * sizes[2]
     run = training.build_run(config, devices=jax.devices()[:size])
-    state, numbers = run.init(), []
-    for i in range(3):
-        state, metrics = step_of_run(run, state, i)
-        numbers.append(float(metrics["loss"]))
+    state, rows = take_steps(run, run.init(), 0, 3)
+    numbers = [float(row["loss"]) for row in rows]
     score = training.Evaluator(run)(training.evaluation_params(state))["eval/loss"]
     held = {name: state[name]["norm"] for name in ("model_state", "ema_model_state")}
     print(json.dumps([numbers, score, jax.tree.map(lambda x: x.tolist(), held)]))

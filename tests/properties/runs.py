@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -38,35 +38,27 @@ def make_config() -> Any:
     return config
 
 
-@dataclasses.dataclass(frozen=True)
-class Template:
-    """A run directory with checkpoints at steps 2 and 4 of 6.
-
-    Attributes:
-      workdir: never to be changed; cases work on copies.
-      run: of the whole run.
-      saved: states of the checkpoints by step.
-      final: state of the run left alone at its end.
-    """
+class Template(NamedTuple):
+    """A run directory with checkpoints at steps 2 and 4 of 6, of which cases take copies; the run,
+    and its states by step."""
 
     workdir: Path
     run: training.Run
-    saved: dict[int, Any]
-    final: Any
+    states: dict[int, Any]
 
 
 @functools.cache
 def template() -> Template:
     """Makes the run, once a process; its folder stays as long as that."""
     _FOLDERS.append(folder := tempfile.TemporaryDirectory(prefix="properties"))
-    workdir, half, saved = Path(folder.name, "run"), Path(folder.name, "half"), {}
+    workdir, half, states = Path(folder.name, "run"), Path(folder.name, "half"), {}
     whole = training.build_run(make_config())
     for steps in (2, 4, 6):
         run = dataclasses.replace(whole, num_steps=steps)
-        saved[steps] = training.Trainer(run, training.open_workdir(workdir, run.config)).fit().state
+        states[steps] = training.Trainer(run, workdir).fit().state
         if steps < 6:  # a later one takes the place of an earlier one
             shutil.copytree(workdir, half, dirs_exist_ok=True)
-    return Template(half, run, {step: saved[step] for step in (2, 4)}, saved[6])
+    return Template(half, run, states)
 
 
 _FOLDERS: list[Any] = []
@@ -95,19 +87,16 @@ def restore(workdir: Path, which: int | str = "last") -> Any:
 
 def same_bits(a: Any, b: Any) -> bool:
     """Whether two trees hold the same numbers."""
-    same = jax.tree.map(lambda x, y: bool(np.array_equal(x, y)), a, b)
-    return all(jax.tree.leaves(same))
+    return all(jax.tree.leaves(jax.tree.map(np.array_equal, a, b)))
 
 
 def contents(workdir: Path) -> dict[str, collections.Counter[bytes]]:
     """What must not get lost: files of checkpoints by their content, and lines of metrics."""
-    files = [path for path in workdir.glob("checkpoints/**/*") if path.is_file()]
-    logs = [path for path in workdir.glob("metrics.jsonl*") if path.is_file()]
-    lines = [line for path in logs for line in path.read_bytes().split(b"\n") if line]
-    return {
-        "files": collections.Counter(path.read_bytes() for path in files),
-        "rows": collections.Counter(lines),
-    }
+    read = lambda pattern: [p.read_bytes() for p in workdir.glob(pattern) if p.is_file()]
+    files = collections.Counter(read("checkpoints/**/*"))
+    rows = collections.Counter(b"\n".join(read("metrics.jsonl*")).split(b"\n"))
+    del rows[b""]
+    return {"files": files, "rows": rows}
 
 
 def start(workdir: Path, *flags: str, **options: Any) -> subprocess.Popen:

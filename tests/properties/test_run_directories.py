@@ -42,11 +42,11 @@ def holds(workdir: Path, how: str, caplog) -> bool | None:
     with caplog.at_level(logging.WARNING):
         try:
             if how == "train":
-                return runs.same_bits(runs.train(workdir), runs.template().final)
+                return runs.same_bits(runs.train(workdir), runs.template().states[6])
             state = runs.restore(workdir, int(how) if how.isdecimal() else how)
         except RunError:
             return None
-    step, saved = int(state["step"]), runs.template().saved
+    step, saved = int(state["step"]), runs.template().states
     told = step == 4 or how != "last" or "Checkpoint 4 cannot be read" in caplog.text
     return told and runs.same_bits(state, saved[step])
 
@@ -156,7 +156,7 @@ def _of_another_run(checkpoints: Path) -> None:
     of = training.fingerprint(runs.template().run.config) | {"seed": 99}
     with tempfile.TemporaryDirectory() as folder:
         with training.Checkpoints(folder, of=of) as saved:
-            saved.save(5, runs.template().saved[4])
+            saved.save(5, runs.template().states[4])
         shutil.copytree(Path(folder, "5"), checkpoints / "5")
 
 
@@ -180,7 +180,7 @@ def test_what_does_not_belong_among_checkpoints_is_not_taken_for_one(kind, caplo
         _FOREIGN[kind](workdir / "checkpoints")
         before = runs.contents(workdir)
         restored = runs.restore(workdir)
-        assert runs.same_bits(restored, runs.template().saved[4])
+        assert runs.same_bits(restored, runs.template().states[4])
         assert runs.contents(workdir) == before
         assert holds(workdir, "train", caplog) in (True, None)
         assert not before["rows"] - runs.contents(workdir)["rows"]

@@ -10,6 +10,7 @@ from adder_flax.settings import ClassificationSettings
 from adder_flax.tasks import Classification, ImageFacts
 from adder_flax.training import make_train_step
 from adder_flax.training.optimizers import OPTIMIZERS, OptimizerSpec
+from adder_flax.training.sharding import put_batch
 from adder_flax.training.step import Parts, init_state, make_loss_fn, take_apart
 
 _RNG = np.random.default_rng(0)
@@ -79,3 +80,13 @@ def make_step(
     state = init_state(params, optimizer=optimizer, ema=ema_decay > 0, model_state=carried)
     step = jax.jit(make_train_step(lambda hyper: parts, **options))
     return skeleton, lambda state, batch: step(state, batch, {}), state
+
+
+def take_steps(run, state, first, last):
+    """Steps first … last - 1 of a run: the state after them, and their metrics."""
+    batches, rows = run.batches(), []
+    with jax.set_mesh(run.mesh):
+        for i in range(first, last):
+            state, metrics = run.train_step(state, put_batch(batches[i], run.mesh), run.hyper)
+            rows.append(jax.device_get(metrics))
+    return state, rows

@@ -8,8 +8,8 @@ import pytest
 import kfac
 from adder_flax.settings import CgFacSettings, KfacSettings
 from adder_flax.training import Checkpoints, RunError, build_run
-from adder_flax.training.sharding import put_batch
 from adder_flax.training.step import step_keys
+from tests.training.pieces import take_steps
 
 FIELDS = {
     "optimizer.name": "kfac",
@@ -22,16 +22,6 @@ FIELDS = {
     "num_epochs": 3.0,
     "task.resized_crop_scale": (),
 }
-
-
-def train(run, state, first, last):
-    """Steps first … last - 1: the state after them, and their metrics."""
-    batches = run.batches()
-    rows = []
-    for i in range(first, last):
-        state, metrics = run.train_step(state, put_batch(batches[i], run.mesh), run.hyper)
-        rows.append(jax.device_get(metrics))
-    return state, rows
 
 
 def restored_as_saved(run, state, directory):
@@ -64,10 +54,10 @@ def test_every_mechanism_learns_and_resumes_with_the_same_bits(mechanism, tiny_c
     assert ("adder" in kinds) == (mechanism == "adder")
     assert run.program.layers.coverage > 0.7
 
-    middle, rows = train(run, run.init(), 0, half)
+    middle, rows = take_steps(run, run.init(), 0, half)
     restored = restored_as_saved(run, middle, tmp_path)
-    complete, more = train(run, middle, half, run.num_steps)
-    resumed, again = train(run, restored, half, run.num_steps)
+    complete, more = take_steps(run, middle, half, run.num_steps)
+    resumed, again = take_steps(run, restored, half, run.num_steps)
     jax.tree.map(np.testing.assert_array_equal, (resumed, again), (complete, more))
     losses = [row["loss"] for row in (*rows, *more)]
     assert np.mean(losses[-5:]) < 0.9 * np.log(10)  # clearly better than not knowing the digit
@@ -82,21 +72,21 @@ def test_a_state_without_residuals_and_with_narrow_inverses_is_saved(tiny_config
     own = {"step": "rms", "iterations": 0, "product_dtype": "bfloat16"}
     fields = {f"optimizer.kfac.{name}": value for name, value in own.items()}
     run = build_run(tiny_config("multiplicative", **FIELDS | fields))
-    restored_as_saved(run, train(run, run.init(), 0, 1)[0], tmp_path)
+    restored_as_saved(run, take_steps(run, run.init(), 0, 1)[0], tmp_path)
 
 
 @pytest.mark.slow
 def test_a_step_that_is_refused_leaves_curvature_as_it_was(tiny_config):
     run = build_run(tiny_config("multiplicative", **FIELDS | {"optimizer.kfac.step": "rms"}))
-    state, _ = train(run, run.init(), 0, 5)  # at the next step inverses are due
+    state, _ = take_steps(run, run.init(), 0, 5)  # at the next step inverses are due
     state = jax.device_get(state)
     params = {**state["params"], "cls_token": np.full_like(state["params"]["cls_token"], np.nan)}
     # One whose gradient is not finite, and a sound one behind such a step.
     for of in ({"params": params}, {"skipped": np.ones_like(state["skipped"])}):
         refused = state | of
-        after, _ = train(run, refused, 5, 6)
+        after, _ = take_steps(run, refused, 5, 6)
         jax.tree.map(np.testing.assert_array_equal, after["opt_state"], refused["opt_state"])
-    after, _ = train(run, state, 5, 6)
+    after, _ = take_steps(run, state, 5, 6)
     for kind in ("factors", "inverses"):
         averages = (kfac.find_state(s["opt_state"]).averages for s in (after, state))
         new, old = (jax.tree.leaves(getattr(a, kind)) for a in averages)
@@ -111,7 +101,7 @@ def test_a_sample_gives_the_curvature_and_the_batch_the_gradient(accumulation, t
     for taken in (1, stride):
         chosen = {"optimizer.kfac.curvature_stride": taken}
         run = build_run(tiny_config("multiplicative", **fields, **chosen))
-        state, metrics = train(run, run.init(), 0, 1)
+        state, metrics = take_steps(run, run.init(), 0, 1)
         rows.append(metrics[0])
         states.append(kfac.find_state(state["opt_state"]))
     for name in ("loss", "grad_norm"):
@@ -135,7 +125,7 @@ def test_the_sample_is_taken_anew_now_and_then(tiny_config):
     run = build_run(tiny_config("adder", **fields, **{"optimizer.kfac.curvature_stride": 8}))
     weights, state = [], run.init()
     for step in range(4):
-        state, _ = train(run, state, step, step + 1)
+        state, _ = take_steps(run, state, step, step + 1)
         weights.append(float(kfac.find_state(state["opt_state"]).averages.weight))
     np.testing.assert_allclose(weights, [0.05] * 3 + [0.95 * 0.05 + 0.05], rtol=1e-5)
 
@@ -147,7 +137,7 @@ def test_steps_of_a_root_mean_square_are_a_fifth_of_the_rate(tiny_config):
     fields = FIELDS | {"model.depth": 1} | {f"optimizer.{n}": value for n, value in chosen.items()}
     run = build_run(tiny_config("multiplicative", **fields))
     before = jax.device_get(run.init())
-    after, _ = train(run, run.init(), 0, 1)
+    after, _ = take_steps(run, run.init(), 0, 1)
     moved = jax.tree.map(lambda a, b: np.asarray(a) - b, after["params"], before["params"])
     for layer in (moved["blocks"][0]["mlp"]["fc1"], moved["head"]):
         steps = np.concatenate([layer["kernel"].ravel(), layer["bias"].ravel()])
@@ -200,7 +190,7 @@ def test_algorithm_1_is_a_setting_of_cg_fac(tiny_config):
     fields = FIELDS | {"optimizer.name": "cg_fac", "optimizer.cg_fac.step": "algorithm_1"}
     run = build_run(tiny_config("multiplicative", **fields, **{"model.depth": 1}))
     assert run.settings.optimizer.cg_fac.fisher == "empirical"
-    state, _ = train(run, run.init(), 0, 2)
+    state, _ = take_steps(run, run.init(), 0, 2)
     # γ is no share of a layer's eigenvalues, of which nothing is kept then.
     assert not kfac.find_state(state["opt_state"]).averages.traces
     assert kfac.find_stats(state["opt_state"])[0].damping == pytest.approx(0.1)
