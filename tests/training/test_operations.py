@@ -3,8 +3,6 @@
 import pytest
 
 from adder_flax import training
-from adder_flax.experiments import common
-from tests.training.tiny import TINY
 
 BATCH, TOKENS, WIDTH, HIDDEN = 32, 17, 16, 32
 
@@ -19,10 +17,9 @@ BATCH, TOKENS, WIDTH, HIDDEN = 32, 17, 16, 32
     ],
 )
 def test_distances_count_for_the_share_of_the_training_that_they_are_computed(
-    start, end, blocks, depth, share
+    start, end, blocks, depth, share, tiny_config
 ):
-    config = common.deit("multiplicative", "tiny")
-    config.update_from_flattened_dict(TINY | {"model.depth": depth, "model.mlp_linear": "adder"})
+    config = tiny_config("multiplicative", **{"model.depth": depth, "model.mlp_linear": "adder"})
     config.model.update(anneal_start=start, anneal_end=end, anneal_blocks=blocks)
     operations = training.step_operations(training.build_run(config))
     elements = depth * BATCH * TOKENS * 2 * WIDTH * HIDDEN

@@ -27,11 +27,7 @@ def test_half_an_environment_is_refused():
         connect({"JAX_NUM_PROCESSES": "2"})
 
 
-_PLAIN = {
-    "JAX_COORDINATOR_ADDRESS": "a:1",
-    "JAX_NUM_PROCESSES": "2",
-    "JAX_PROCESS_ID": "1",
-}
+_PLAIN = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,22 @@ def test_a_mistake_can_be_corrected_in_the_same_directory_and_no_row_is_lost(
     assert (tmp_path / "metrics.jsonl").read_bytes() == log
 
 
-def one_step(config, harm):
-    """Returns a run of one step, which does harm to an array of the parameters."""
+_INFINITE = lambda kernel: kernel.at[3, 3].set(np.inf)
+_LARGE = lambda kernel: jnp.sign(kernel) * 3e38  # finite, unlike the logits
+
+
+@pytest.mark.parametrize(
+    ("harm", "said", "non_finite"),
+    [
+        (_INFINITE, "got an infinity or NaN in params/head/kernel;.*none yet", "stop"),
+        (_LARGE, "evaluation after step 1 of 1, got (nan|inf); .*none yet", "stop"),
+        pytest.param(_LARGE, None, "skip", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_not_finite_is_neither_saved_nor_scored_unless_told_to_go_on(
+    harm, said, non_finite, tiny_config, tmp_path
+):
+    config = tiny_config("multiplicative", num_epochs=0.02, non_finite=non_finite)
     run = build_run(config)
 
     def train_step(state, batch, hyper):
@@ -127,30 +141,11 @@ def one_step(config, harm):
         state["params"]["head"]["kernel"] = harm(state["params"]["head"]["kernel"])
         return state, metrics
 
-    return dataclasses.replace(run, train_step=train_step)
-
-
-def test_a_state_that_is_not_finite_is_neither_saved_nor_scored(tiny_config, tmp_path):
-    config = tiny_config("multiplicative", num_epochs=0.02)
-    run = one_step(config, lambda kernel: kernel.at[3, 3].set(np.inf))
-    said = "step 1 of 1, got an infinity or NaN in params/head/kernel;.*none yet"
-    with pytest.raises(NonFiniteLossError, match=said):
-        Trainer(run, open_workdir(tmp_path, config)).fit()
-    assert training.SavedCheckpoints(tmp_path / "checkpoints").steps == []
-    assert not any("eval/loss" in row for row in read_metrics(tmp_path))
-
-
-@pytest.mark.parametrize("non_finite", ["stop", pytest.param("skip", marks=pytest.mark.slow)])
-def test_a_state_whose_score_is_not_finite_is_not_saved_unless_told_to_go_on(
-    non_finite, tiny_config, tmp_path
-):
-    config = tiny_config("multiplicative", num_epochs=0.02, non_finite=non_finite)
-    run = one_step(config, lambda kernel: jnp.sign(kernel) * 3e38)  # finite, unlike the logits
-    trainer = Trainer(run, open_workdir(tmp_path, config))
+    trainer = Trainer(dataclasses.replace(run, train_step=train_step), tmp_path)
     if non_finite == "skip":
         assert trainer.fit().step == 1
         return
-    said = "evaluation after step 1 of 1, got (nan|inf); .*none yet"
     with pytest.raises(NonFiniteLossError, match=said):
         trainer.fit()
     assert training.SavedCheckpoints(tmp_path / "checkpoints").steps == []
+    assert not any("eval/loss" in row for row in read_metrics(tmp_path))
