@@ -38,10 +38,12 @@ def message_or(read, right) -> None:
     try:
         found = read()
     except (data.DataError, ValueError) as error:
-        assert "expected" in str(error).lower()
-        assert all(c.isprintable() or c == "\n" for c in str(error))
+        message = str(error)
     else:
         right(found)
+        return
+    assert "expected" in message.lower()
+    assert all(c.isprintable() or c == "\n" for c in message)
 
 
 _NO_IMAGES = st.binary(max_size=99) | st.sampled_from(
