@@ -10,12 +10,11 @@ import pytest
 
 from adder_flax import training
 from adder_flax.app import modes
-from adder_flax.experiments import common
 from adder_flax.training import RunError, estimate, topology_devices
 from adder_flax.training.estimate import _excess, _working_memory
 from adder_flax.training.topology import GIB, compiler_folder, memory_bytes
 from tests.processes import run_code
-from tests.training.tiny import TINY, TINY_FLAGS
+from tests.training.tiny import TINY_FLAGS, make_config
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -29,9 +28,7 @@ needs_gpu_compiler = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def estimated():
     """A run with averaged parameters on one device, and its estimate."""
-    config = common.deit("multiplicative", "tiny")
-    config.update_from_flattened_dict(TINY | {"ema_decay": 0.9})
-    run = training.build_run(config)
+    run = training.build_run(make_config("multiplicative", ema_decay=0.9))
     return run, estimate(run)
 
 

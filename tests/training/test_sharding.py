@@ -66,30 +66,23 @@ def test_sizes_that_do_not_fill_the_devices_are_refused(sizes):
 
 
 _TRAIN = """
-import json, sys
+import dataclasses, json, sys
 import jax
 from adder_flax import training
 from adder_flax.training import sharding
-from adder_flax.experiments import common
 from tests.training.collectives import collectives
-from tests.training.tiny import TINY
+from tests.training.pieces import take_steps
+from tests.training.tiny import make_config
 
 sharding._SMALLEST_SPLIT = 0
 mechanism, fields, *meshes = sys.argv[1:]
 for mesh in [(1, 1, 1), *map(json.loads, meshes)]:
-    config = common.deit(mechanism, "tiny")
-    config.update_from_flattened_dict(TINY | json.loads(fields))
+    config = make_config(mechanism, **json.loads(fields))
     config.mesh.update(dict(zip(("data", "fsdp", "tensor"), mesh)))
     run = training.build_run(config, devices=jax.devices()[: mesh[0] * mesh[1] * mesh[2]])
-    batches = run.batches()
-    with jax.set_mesh(run.mesh):
-        compiled = run.train_step.lower(
-            run.abstract_state, training.abstract_batch(run), run.abstract_hyper
-        ).compile()
-    state, numbers = run.init(), []
-    for i in range(4):
-        state, metrics = compiled(state, sharding.put_batch(batches[i], run.mesh), run.hyper)
-        numbers += [float(metrics["loss"]), float(metrics["grad_norm"])]
+    compiled = training.trace(run).lower().compile()
+    state, rows = take_steps(dataclasses.replace(run, train_step=compiled), run.init(), 0, 4)
+    numbers = [float(row[name]) for row in rows for name in ("loss", "grad_norm")]
     scores = training.Evaluator(run)(state["params"])
     correct = [scores[f"eval/{name}accuracy"] * len(run.eval_source) for name in ("", "top5_")]
     parts = [s for x in jax.tree.leaves(state) for s in x.addressable_shards]

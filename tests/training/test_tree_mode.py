@@ -7,13 +7,11 @@ from tests.processes import run_code
 _STEPS = """
 import dataclasses, sys
 from adder_flax import recorder, training
-from adder_flax.experiments import common
-from tests.training.tiny import TINY
+from tests.training.tiny import make_config
 
-config = common.deit("adder", "tiny")
-config.update_from_flattened_dict(TINY | {"model.dropout_rate": 0.1})
+config = make_config(**{"model.dropout_rate": 0.1})
 run = dataclasses.replace(training.build_run(config), num_steps=2)
-result = training.Trainer(run, training.open_workdir(sys.argv[1], config)).fit()
+result = training.Trainer(run, sys.argv[1]).fit()
 model = run.model(training.evaluation_params(result.state))
 images = run.task.inputs(run.eval_source.first(1))
 _, records = recorder.record({"attention": ["weights"]}, model, *images)

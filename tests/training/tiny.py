@@ -1,4 +1,6 @@
-"""Fields of a configuration so small that a run takes seconds."""
+"""A configuration so small that a run takes seconds."""
+
+from adder_flax.experiments import common
 
 TINY = {
     "model.width": 16,
@@ -12,3 +14,10 @@ TINY = {
     "log_every_steps": 1,
 }
 TINY_FLAGS = [f"--config.{field}={value}" for field, value in TINY.items()]
+
+
+def make_config(mechanism="adder", **fields):
+    """One block of width 16 on the handwritten digits."""
+    config = common.deit(mechanism, "tiny")
+    config.update_from_flattened_dict(TINY | fields)
+    return config
