@@ -1,5 +1,7 @@
 """Attention maps of whole models: ours, other people's, NNX and Linen."""
 
+import functools
+
 import flax.linen as nn
 import flax.nnx as nnx
 import jax
@@ -10,34 +12,34 @@ from adder_flax import attention, linen, recorder
 from tests.attention import reference
 from tests.modules import randomised, tiny_vit
 
+close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
 TOKENS = np.random.default_rng(0).normal(size=(3, 5, 8)).astype(np.float32)
 
 
 @pytest.mark.parametrize("graph", [True, False])
 @pytest.mark.parametrize(
-    "options", [dict(score=["dot", "adder"]), dict(score="additive", scan_blocks=True, remat=True)]
+    ("scores", "options"),
+    [(["dot", "adder"], {}), (["additive"] * 2, dict(scan_blocks=True, remat=True))],
 )
-def test_every_map_of_a_vision_transformer_and_the_model_is_left_alone(graph, options):
+def test_every_map_of_a_vision_transformer_and_the_model_is_left_alone(graph, scores, options):
     with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph):
-        model = randomised(lambda: tiny_vit(attention_dropout_rate=0.5, **options))
+        model = randomised(lambda: tiny_vit(score=scores, attention_dropout_rate=0.5, **options))
         images = np.random.default_rng(0).normal(size=(3, 4, 4, 1)).astype(np.float32)
         before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
         maps = attention.capture_attention(model, images)
         after = nnx.to_pure_dict(nnx.state(model))
     jax.tree.map(np.testing.assert_array_equal, after, before)
     assert [m.shape for m in maps] == [(3, 2, 5, 5)] * 2
-    sums = (1.0, 2.0) if options["score"] == ["dot", "adder"] else (1.0, 1.0)
-    for attention_map, total in zip(maps, sums, strict=True):
-        np.testing.assert_allclose(attention_map.sum(-1), total, rtol=1e-5)
+    for attention_map, score in zip(maps, scores, strict=True):
+        np.testing.assert_allclose(attention_map.sum(-1), 1 + (score == "adder"), rtol=1e-5)
     tokens = jax.jit(lambda x: model.embed_positions(model.patch_embed(x)))(images)
     block = model.blocks[0]
     query, key = (
         getattr(block.attention, n)(block.norm1(tokens)).reshape(3, 5, 2, 4)
         for n in ("query", "key")
     )
-    score = options["score"] if isinstance(options["score"], str) else options["score"][0]
     parameters = {name: p[...] for name, p in block.attention.score.items()}
-    expected = reference.attention(score, query, key, key, parameters)[1]
+    expected = reference.attention(scores[0], query, key, key, parameters)[1]
     np.testing.assert_allclose(maps[0], expected, rtol=1e-4, atol=1e-6)
 
 
@@ -64,8 +66,8 @@ def test_other_peoples_nnx_models():
         np.einsum("bnd,dhe->bnhe", TOKENS, p[n]["kernel"]) + p[n]["bias"] for n in ("query", "key")
     )
     expected = reference.attention("adder", query, key, key, identity=True)[1]
-    np.testing.assert_allclose(first, expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(second.sum(-1), 1.0, rtol=1e-5)
+    close(first, expected)
+    close(second.sum(-1), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +79,7 @@ def test_other_peoples_linen_models(make):
     (weights,) = attention.capture_attention(lambda tokens: model.apply(variables, tokens), TOKENS)
     plain = nn.MultiHeadDotProductAttention(2, attention_fn=attention.gaussian_attention)
     _, sown = plain.apply(variables, TOKENS, sow_weights=True, mutable=["intermediates"])
-    np.testing.assert_allclose(
-        weights, sown["intermediates"]["attention_weights"][0], rtol=1e-6, atol=1e-7
-    )
+    close(weights, sown["intermediates"]["attention_weights"][0])
 
 
 def test_linen_layers_stacked_in_a_scan():
@@ -88,27 +88,22 @@ def test_linen_layers_stacked_in_a_scan():
         def __call__(self, tokens, _):
             return tokens + linen.MultiHeadAttention(2, score="adder", name="attend")(tokens), None
 
-    stacked = nn.scan(
-        nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
-    )()
+    def recorded(module, variables, tokens):
+        run = lambda x: module.apply(variables, x, None)[0]
+        tokens, [record] = recorder.record({"attention": ["weights"]}, run, tokens)
+        return tokens, record
+
+    options = dict(variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+    stacked = nn.scan(nn.remat(Layer), **options)()
     variables = stacked.init(jax.random.key(0), TOKENS, None)
-    wanted = {"attention": ["weights"]}
-    (output, _), [record] = recorder.record(
-        wanted, lambda x: stacked.apply(variables, x, None), TOKENS
-    )
+    output, record = recorded(stacked, variables, TOKENS)
     assert (record.path, record.loops) == ("attend", (3,))
-    np.testing.assert_allclose(
-        output, stacked.apply(variables, TOKENS, None)[0], rtol=1e-5, atol=1e-6
-    )
     tokens = TOKENS
-    for index in range(3):
-        layer = {"params": jax.tree.map(lambda x, index=index: x[index], variables["params"])}
-        ((tokens, _), [alone]) = recorder.record(
-            wanted, lambda x, layer=layer: Layer().apply(layer, x, None), tokens
-        )
-        np.testing.assert_allclose(
-            record.arrays["weights"][index], alone.arrays["weights"], rtol=1e-5, atol=1e-6
-        )
+    for index, weights in enumerate(record.arrays["weights"]):
+        layer = jax.tree.map(lambda x, index=index: x[index], variables)
+        tokens, alone = recorded(Layer(), layer, tokens)
+        close(weights, alone.arrays["weights"])
+    close(output, tokens)
 
 
 def test_linen_vision_transformer_as_its_nnx_twin():
@@ -125,18 +120,10 @@ def test_linen_vision_transformer_as_its_nnx_twin():
     expected, records = recorder.record(wanted, ours, images)
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
     assert [(r.kind, r.path, r.facts) for r in seen] == [(r.kind, r.path, r.facts) for r in records]
-    assert [r.path for r in seen] == [
-        "blocks.0.attention",
-        "blocks.0",
-        "blocks.1.attention",
-        "blocks.1",
-    ]
-    for ours, theirs in zip(records, seen, strict=True):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-            ours.arrays,
-            theirs.arrays,
-        )
+    names = ("blocks.0.attention", "blocks.0", "blocks.1.attention", "blocks.1")
+    assert tuple(r.path for r in seen) == names
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(near, [r.arrays for r in records], [r.arrays for r in seen])
 
 
 @pytest.mark.cases(1)
@@ -149,7 +136,7 @@ def test_a_map_inside_a_transformation_even_if_it_was_traced_before(wrap):
     before = model(TOKENS)  # fills the caches of the inner transformation
     seen = attention.capture_attention(lambda tokens: model(tokens), TOKENS)
     for ours, theirs in zip(expected, seen, strict=True):
-        np.testing.assert_allclose(ours, theirs.reshape(ours.shape), rtol=1e-5, atol=1e-6)
+        close(ours, theirs.reshape(ours.shape))
     np.testing.assert_array_equal(model(TOKENS), before)
 
 
@@ -161,10 +148,9 @@ def test_steps_of_a_loop_are_the_first_axis():
     (maps,) = attention.capture_attention(decode, state)
     assert maps.shape == (4, 3, 1, 1, 5)
     for index in reversed(range(4)):
-        state, alignment = (lambda c: (state + c[0], c[1]))(
-            decoder(state, TOKENS, return_weights=True)
-        )
-        np.testing.assert_allclose(maps[index, :, 0], alignment, rtol=1e-5, atol=1e-6)
+        context, alignment = decoder(state, TOKENS, return_weights=True)
+        close(maps[index, :, 0], alignment)
+        state = state + context
 
 
 def test_a_map_of_one_branch_or_of_a_loop_without_an_end_is_refused():
@@ -173,16 +159,14 @@ def test_a_map_of_one_branch_or_of_a_loop_without_an_end_is_refused():
     branch = lambda x: jax.lax.cond(x.sum() > 0, attend, lambda x: x, x)
     until = lambda x: jax.lax.while_loop(lambda x: x.sum() < 0, attend, x)
     for call, name in ((branch, "cond"), (until, "while")):
-        with pytest.raises(
-            ValueError, match=f"outside of conditionals, while loops and shard_map, got .*'{name}'"
-        ):
+        message = f"outside of conditionals, while loops and shard_map, got .*'{name}'"
+        with pytest.raises(ValueError, match=message):
             attention.capture_attention(call, x)
 
 
 def test_a_model_without_our_attention_is_refused():
-    with pytest.raises(
-        ValueError, match="expected a model that attends through adder_flax.attention, got one"
-    ):
+    message = "expected a model that attends through adder_flax.attention, got one"
+    with pytest.raises(ValueError, match=message):
         attention.capture_attention(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), TOKENS)
 
 

@@ -18,53 +18,23 @@ BATCH, QUERIES, KEYS = 4, 5, 3
 
 
 def inputs(width=6):
-    draw = lambda seed, length: jax.random.normal(
-        jax.random.key(seed), (BATCH, length, width), jnp.float64
-    )
-    return draw(1, QUERIES), draw(2, KEYS)
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.float64)
+    return draw(1, BATCH, QUERIES, width), draw(2, BATCH, KEYS, width)
 
 
-def multi_head(score, **options):
-    own = dict(identity=False, temperature="learned", key_bias_length=KEYS)
-    module = attention.MultiHeadAttention(
-        2, 6, score=score, score_options=options, **own, rngs=nnx.Rngs(0)
-    )
-    return module, lambda m, q, k: m(q, k)
-
-
-def sequence(score, **options):
-    own = dict(temperature="learned", rngs=nnx.Rngs(0))
-    module = attention.SequenceAttention(6, 6, score=score, score_options=options, **own)
-    return module, lambda m, q, k: m(q, k)
-
-
-def loss_of(module, call):
-    graphdef, state = nnx.split(module)
+def loss_of(kind, score, score_options=(), **options):
+    """The loss of a module with learned arrays of every kind, and its parameters."""
+    options |= dict(score=score, score_options=dict(score_options), temperature="learned")
+    if kind is attention.MultiHeadAttention:
+        options |= dict(identity=False, key_bias_length=KEYS)
+    sizes = (6, 6) if kind is attention.SequenceAttention else (2, 6)
+    graphdef, state = nnx.split(kind(*sizes, **options, rngs=nnx.Rngs(0)))
     params = jax.tree.map(lambda p: p.astype(jnp.float64) + 0.1, nnx.to_pure_dict(state))
-
-    def loss_fn(params, query, key):
-        output = call(nnx.merge(graphdef, params), query, key)
-        return (output**2).sum((1, 2)).mean()
-
-    return loss_fn, params
+    run = lambda params, *inputs: nnx.merge(graphdef, params)(*inputs)
+    return lambda *a: (run(*a) ** 2).sum((1, 2)).mean(), params
 
 
-SCORES = [
-    pytest.param(multi_head, "additive", {"hidden_dim": 4}, marks=pytest.mark.slow),
-    pytest.param(
-        multi_head,
-        "additive",
-        {"layer_norm": True, "hidden_dim": 4},
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(multi_head, "bilinear", {}, marks=pytest.mark.slow),
-    pytest.param(sequence, "additive", {}, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("make", "score", "options"), SCORES)
-def test_products_and_coverage(make, score, options):
-    loss_fn, params = loss_of(*make(score, **options))
+def check(loss_fn, params):
     report = kfac.verify(loss_fn, params, *inputs())
     assert report.layers.coverage == 1.0
     for row in report.rows:
@@ -72,37 +42,32 @@ def test_products_and_coverage(make, score, options):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "score", "options"),
+    [
+        (attention.MultiHeadAttention, "additive", {"hidden_dim": 4}),
+        (attention.MultiHeadAttention, "additive", {"layer_norm": True, "hidden_dim": 4}),
+        (attention.MultiHeadAttention, "bilinear", {}),
+        (attention.SequenceAttention, "additive", {}),
+    ],
+)
+def test_products_and_coverage(kind, score, options):
+    check(*loss_of(kind, score, options))
+
+
+@pytest.mark.slow
 def test_linen_parameters_are_known_by_identity_too():
-    module = linen.MultiHeadAttention(
-        num_heads=2, score="bilinear", identity=False, temperature="learned"
-    )
-    query, key = inputs()
-    params = jax.tree.map(
-        lambda p: p.astype(jnp.float64), nn.unbox(module.init(jax.random.key(0), query, key))
-    )
-    report = kfac.verify(
-        lambda p, q, k: (module.apply(p, q, k) ** 2).sum((1, 2)).mean(), params, query, key
-    )
-    assert report.layers.coverage == 1.0
-    assert max(max(row.capture_error, row.product_error) for row in report.rows) < 1e-10
+    options = dict(num_heads=2, score="bilinear", identity=False, temperature="learned")
+    module = linen.MultiHeadAttention(**options)
+    params = nn.unbox(module.init(jax.random.key(0), *inputs()))
+    params = jax.tree.map(lambda p: p.astype(jnp.float64), params)
+    check(lambda p, q, k: (module.apply(p, q, k) ** 2).sum((1, 2)).mean(), params)
 
 
 @pytest.mark.slow
 def test_nothing_is_reported_from_blocks_of_keys():
-    loss_fn, params = loss_of(*multi_head("additive"))
-    blocked, _ = loss_of(
-        attention.MultiHeadAttention(
-            2,
-            6,
-            score="additive",
-            key_block=2,
-            identity=False,
-            temperature="learned",
-            key_bias_length=KEYS,
-            rngs=nnx.Rngs(0),
-        ),
-        lambda m, q, k: m(q, k),
-    )
+    loss_fn, params = loss_of(attention.MultiHeadAttention, "additive")
+    blocked, _ = loss_of(attention.MultiHeadAttention, "additive", key_block=2)
     assert kfac.find_layers(blocked, params, *inputs()).coverage == 1.0
     np.testing.assert_allclose(blocked(params, *inputs()), loss_fn(params, *inputs()), rtol=1e-12)
 
@@ -116,7 +81,7 @@ def factors_of_v(params, loss_fn, args):
 
 @pytest.mark.slow
 def test_factors_of_the_vector_that_reads_hidden_units():
-    loss_fn, params = loss_of(*sequence("additive"))
+    loss_fn, params = loss_of(attention.SequenceAttention, "additive")
     query, key = inputs()
     left, right = factors_of_v(params, loss_fn, (query, key))
     q = np.asarray(query) @ np.asarray(params["query_kernel"]) + np.asarray(params["bias"])
@@ -130,25 +95,19 @@ def test_factors_of_the_vector_that_reads_hidden_units():
         weights = cooled / cooled.sum(-1, keepdims=True)
         return ((weights @ np.asarray(key)) ** 2).sum((1, 2))
 
-    scores, gradients, step = (
-        (units @ np.asarray(params["v"])).reshape(BATCH, QUERIES, KEYS),
-        0.0,
-        1e-5,
-    )
-    for i in range(QUERIES):
-        for j in range(KEYS):
-            shift = np.zeros_like(scores)
-            shift[:, i, j] = step
-            gradients += (
-                (loss_of_scores(scores + shift) - loss_of_scores(scores - shift)) / (2 * step)
-            ) ** 2
+    scores, gradients = (units @ np.asarray(params["v"])).reshape(BATCH, QUERIES, KEYS), 0.0
+    for i, j in np.ndindex(QUERIES, KEYS):
+        shift = np.zeros_like(scores)
+        shift[:, i, j] = 1e-5
+        change = loss_of_scores(scores + shift) - loss_of_scores(scores - shift)
+        gradients += (change / 2e-5) ** 2
     np.testing.assert_allclose(right[0, 0, 0], gradients.mean(), rtol=1e-6)
 
 
 @pytest.mark.slow
 def test_a_sample_of_the_pairs_estimates_the_second_moment(monkeypatch):
     """Of alike tokens every sample is the whole; of others its expectation is."""
-    loss_fn, params = loss_of(*sequence("additive"))
+    loss_fn, params = loss_of(attention.SequenceAttention, "additive")
     query, key = inputs()
     alike = jnp.broadcast_to(query[:, :1], query.shape), key
     whole = [factors_of_v(params, loss_fn, args)[0] for args in (alike, (query, key))]

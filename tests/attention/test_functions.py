@@ -43,6 +43,16 @@ def make_parameters(name, heads=HEADS, q_dim=DIM, k_dim=DIM, layer_norm=False):
     return {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
 
 
+def make_options():
+    """Of four heads of seven tokens; a query sees nothing."""
+    rng = np.random.default_rng(2)
+    mask = rng.random((2, 1, 7, 7)) < 0.6
+    mask[0, 0, 3] = False
+    bias, key_bias = (rng.normal(size=s).astype(np.float32) for s in ((4, 7, 7), (4, 7)))
+    temperature = np.array([0.5, 3.0, 1.0, 2.0], np.float32)
+    return dict(mask=mask, bias=bias, key_bias=key_bias, temperature=temperature)
+
+
 def call(name, query, key, value, parameters, **options):
     parameters = {"hidden_bias" if n == "bias" else n: p for n, p in parameters.items()}
     return FUNCTIONS[name](query, key, value, **parameters, **options)
@@ -72,21 +82,18 @@ def test_equals_the_formula(name, q_length, k_length):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_mask_bias_temperature_and_scale_together(name):
-    inputs, parameters = make_inputs(7, 7), make_parameters(name)
-    rng = np.random.default_rng(2)
-    mask = rng.random((2, 1, 7, 7)) < 0.6
-    mask[0, 0, 3] = False  # a query that sees nothing
-    bias = rng.normal(size=(HEADS, 7, 7)).astype(np.float32)
-    key_bias = rng.normal(size=(HEADS, 7)).astype(np.float32)
-    temperature = np.array([0.5, 3.0], np.float32)
-    run = jax.jit(
-        functools.partial(call, name, scale=0.7, is_causal=True, identity=True, return_weights=True)
+def test_mask_bias_temperature_scale_and_grouped_heads_together(name):
+    inputs, parameters = make_inputs(7, 7, heads=4, kv_heads=2), make_parameters(name, heads=4)
+    arrays = make_options()
+    run = functools.partial(call, name, scale=0.7, is_causal=True, identity=True)
+    found = jax.jit(functools.partial(run, return_weights=True))(*inputs, parameters, **arrays)
+    options = dict(
+        scale=0.7,
+        identity=True,
+        temperature=arrays["temperature"][:, None, None],
+        bias=arrays["bias"] + arrays["key_bias"][:, None],
+        mask=arrays["mask"] & np.tril(np.ones((7, 7), bool)),
     )
-    arrays = dict(mask=mask, bias=bias, key_bias=key_bias, temperature=temperature)
-    options = dict(scale=0.7, temperature=temperature[:, None, None], identity=True)
-    options |= dict(bias=bias + key_bias[:, None], mask=mask & np.tril(np.ones((7, 7), bool)))
-    found = run(*inputs, parameters, **arrays)
     assert_as_reference(found, name, inputs, parameters, **options)
 
 
@@ -132,50 +139,30 @@ def test_samples_may_stand_at_places_of_their_own_in_a_cache(key_block):
         attend(query, key, value, query_position=jnp.array([1]))
 
 
-@pytest.mark.parametrize("name", ["bilinear", "additive"])
-@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize(
+    ("name", "layer_norm"), [("bilinear", False), ("additive", False), ("additive", True)]
+)
 def test_widths_of_query_key_and_value_may_differ(name, layer_norm):
-    if name == "bilinear" and layer_norm:
-        pytest.skip("LayerNorm belongs to additive scores")
     inputs = make_inputs(3, 5, q_dim=4, k_dim=7, v_dim=2)
     parameters = make_parameters(name, q_dim=4, k_dim=7, layer_norm=layer_norm)
     found = compiled(name)(*inputs, parameters)
     assert_as_reference(found, name, inputs, parameters, tolerances=(5e-5, 5e-6))
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("name", NAMES)
-def test_grouped_heads_share_keys_and_values(name):
-    inputs = make_inputs(5, 5, heads=4, kv_heads=2)
-    parameters = make_parameters(name, heads=4)
-    found = compiled(name, identity=True)(*inputs, parameters)
-    assert_as_reference(found, name, inputs, parameters, identity=True)
-
-
-@pytest.mark.cases(4)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 0.04), (jnp.float16, 0.005)])
-def test_half_precision_inputs(name, dtype, tolerance):
-    inputs = [jnp.asarray(x, dtype) for x in make_inputs(17, 17)]
-    parameters = make_parameters(name)
-    out, weights = compiled(name)(*inputs, parameters)
-    assert out.dtype == dtype
-    assert weights.dtype == jnp.float32
-    wide = [np.asarray(x, np.float64) for x in inputs]
-    expected, _ = reference.attention(name, *wide, parameters, identity=name == "adder")
-    np.testing.assert_allclose(
-        np.asarray(out, np.float64), expected, rtol=tolerance, atol=tolerance
-    )
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_double_precision_stays_double(name):
-    with jax.enable_x64(True):
-        inputs = [jnp.asarray(x, jnp.float64) for x in make_inputs(5, 5)]
-        parameters = {n: jnp.asarray(p, jnp.float64) for n, p in make_parameters(name).items()}
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(jnp.bfloat16, 0.04), (jnp.float16, 0.005), (jnp.float64, 1e-11)]
+)
+def test_outputs_are_of_the_inputs_dtype_and_maps_of_float32_or_wider(name, dtype, tolerance):
+    with jax.enable_x64(dtype == jnp.float64):
+        wide = jnp.promote_types(dtype, jnp.float32)
+        inputs = [jnp.asarray(x, dtype) for x in make_inputs(17, 17)]
+        parameters = {n: jnp.asarray(p, wide) for n, p in make_parameters(name).items()}
         out, weights = compiled(name)(*inputs, parameters)
-        assert out.dtype == weights.dtype == jnp.float64
+        assert (out.dtype, weights.dtype) == (dtype, wide)
         expected, _ = reference.attention(name, *inputs, parameters, identity=name == "adder")
-        np.testing.assert_allclose(out, expected, rtol=1e-11, atol=1e-12)
+        np.testing.assert_allclose(np.float64(out), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.cases(2)
@@ -194,41 +181,26 @@ def test_gradients_equal_finite_differences(name):
         arguments = (*inputs, parameters)
         tangent = jax.tree.map(lambda x: jnp.asarray(direction.normal(size=x.shape)), arguments)
         gradient = jax.jit(jax.grad(loss))(arguments)
-        slope = sum(
-            jnp.vdot(g, t)
-            for g, t in zip(jax.tree.leaves(gradient), jax.tree.leaves(tangent), strict=True)
-        )
-        step = 1e-6
-        moved = lambda sign: loss(
-            jax.tree.map(lambda x, t: x + sign * step * t, arguments, tangent)
-        )
-        np.testing.assert_allclose(slope, (moved(1) - moved(-1)) / (2 * step), rtol=1e-6)
+        slope = sum(jax.tree.leaves(jax.tree.map(jnp.vdot, gradient, tangent)))
+        moved = lambda step: loss(jax.tree.map(lambda x, t: x + step * t, arguments, tangent))
+        np.testing.assert_allclose(slope, (moved(1e-6) - moved(-1e-6)) / 2e-6, rtol=1e-6)
 
 
 def test_layer_norm_gradients_equal_those_of_the_broadcast_form():
     with jax.enable_x64(True):
         query, key, _ = (jnp.asarray(np.swapaxes(x, 1, 2), jnp.float64) for x in make_inputs(4, 5))
-        p = {
-            n: jnp.asarray(x, jnp.float64)
-            for n, x in make_parameters("additive", layer_norm=True).items()
-        }
+        p = jax.tree.map(np.float64, make_parameters("additive", layer_norm=True))
 
         def broadcast(query, key, p):
-            hidden = (query @ p["query_kernel"])[..., :, None, :] + (key @ p["key_kernel"])[
-                ..., None, :, :
-            ]
+            query, key = query @ p["query_kernel"], key @ p["key_kernel"]
+            hidden = query[..., :, None, :] + key[..., None, :, :]
             hidden = jax.nn.standardize(hidden, epsilon=1e-6) * p["norm_scale"][:, None, None]
             return jnp.sum(jnp.tanh(hidden + p["bias"][:, None, None]) * p["v"][:, None, None], -1)
 
         ours = lambda query, key, p: attention.additive_scores(query, key, **p)
-        loss = lambda f: jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a))), argnums=(0, 1, 2)))(
-            query, key, p
-        )
-        jax.tree.map(
-            functools.partial(np.testing.assert_allclose, rtol=1e-8, atol=1e-10),
-            loss(ours),
-            loss(broadcast),
-        )
+        gradients = lambda f: jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a))), (0, 1, 2)))
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-8, atol=1e-10)
+        jax.tree.map(close, gradients(ours)(query, key, p), gradients(broadcast)(query, key, p))
 
 
 @pytest.mark.cases(2)
@@ -236,18 +208,12 @@ def test_layer_norm_gradients_equal_those_of_the_broadcast_form():
 def test_vmap_and_remat_change_nothing(name):
     inputs, parameters = make_inputs(5, 5), make_parameters(name)
     mask = jnp.asarray(np.random.default_rng(4).random((2, 1, 5, 5)) < 0.7)
-    loss = lambda query, key, value, mask: jnp.sum(
-        jnp.sin(call(name, query, key, value, parameters, mask=mask))
-    )
-    expected = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*inputs, mask)
-    rematerialised = jax.jit(jax.value_and_grad(jax.checkpoint(loss), argnums=(0, 1, 2)))(
-        *inputs, mask
-    )
-    values, gradients = jax.jit(jax.vmap(jax.value_and_grad(loss, argnums=(0, 1, 2))))(
-        *inputs, mask
-    )
+    loss = lambda *a: jnp.sum(jnp.sin(call(name, *a[:3], parameters, mask=a[3])))
+    of = functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
+    expected = jax.jit(of(loss))(*inputs, mask)
+    values, gradients = jax.jit(jax.vmap(of(loss)))(*inputs, mask)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-    jax.tree.map(close, rematerialised, expected)
+    jax.tree.map(close, jax.jit(of(jax.checkpoint(loss)))(*inputs, mask), expected)
     jax.tree.map(close, (values.sum(), gradients), expected)
 
 
@@ -266,13 +232,9 @@ def test_samples_do_not_depend_on_the_batch(name):
 
 
 def test_batch_axes_are_free():
-    inputs = make_inputs(5, 5, batch=(3, 2))
-    flat = [x.reshape(6, *x.shape[2:]) for x in inputs]
-    single = [x[0, 0] for x in inputs]
-    run = jax.jit(attention.adder_attention)
-    out = run(*inputs)
-    np.testing.assert_allclose(out.reshape(6, 5, HEADS, DIM), run(*flat), rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(out[0, 0], run(*single), rtol=1e-6, atol=1e-6)
+    for batch in ((), (3, 2)):
+        inputs = make_inputs(5, 5, batch=batch)
+        assert_as_reference(compiled("adder")(*inputs, {}), "adder", inputs, {}, identity=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -294,42 +256,29 @@ def test_blocks_of_keys_change_nothing(name):
     """All options at once, with grouped heads, blocks that do not divide the length, and a query
     that sees nothing."""
     inputs, parameters = make_inputs(7, 7, heads=4, kv_heads=2), make_parameters(name, heads=4)
-    rng = np.random.default_rng(2)
-    mask = rng.random((2, 1, 7, 7)) < 0.6
-    mask[0, 0, 3] = False
-    key_bias = np.where(np.arange(7) == 5, -np.inf, rng.normal(size=(4, 7))).astype(np.float32)
-    options = dict(
-        temperature=jnp.array([0.5, 3.0, 1.0, 2.0]), scale=0.7, is_causal=True, identity=True
-    )
-    options |= dict(
-        mask=jnp.asarray(mask), bias=rng.normal(size=(7, 7)).astype(np.float32), key_bias=key_bias
-    )
+    options = make_options() | dict(scale=0.7, is_causal=True, identity=True)
+    options["key_bias"][:, 5] = -np.inf
 
     @functools.partial(jax.jit, static_argnums=0)
-    def loss_and_gradients(key_block, inputs, parameters):
-        loss = lambda inputs, parameters: jnp.sum(
-            jnp.sin(call(name, *inputs, parameters, key_block=key_block, **options))
-        )
-        return jax.value_and_grad(loss, argnums=(0, 1))(inputs, parameters)
+    def loss_and_gradients(key_block, *arguments):
+        run = lambda inputs, p: call(name, *inputs, p, key_block=key_block, **options)
+        return jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(run(*a))), argnums=(0, 1))(*arguments)
 
-    expected = loss_and_gradients(None, inputs, parameters)
-    found = loss_and_gradients(3, inputs, parameters)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected
-    )
+    found, expected = (loss_and_gradients(block, inputs, parameters) for block in (3, None))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, found, expected)
 
 
 def test_blocks_of_keys_build_no_map():
     query, key, value = make_inputs(64, 64, batch=(), heads=1, kv_heads=1)
+    run = functools.partial(attention.adder_attention, key_block=8)
     shapes = lambda **options: str(
-        jax.make_jaxpr(lambda *a: attention.adder_attention(*a, key_block=8, **options))(
-            query, key, value
-        )
+        jax.make_jaxpr(functools.partial(run, **options))(query, key, value)
     )
     assert "64,64]" not in shapes()
     assert "64,64]" in shapes(return_weights=True)  # asked for, it is built
     with pytest.raises(ValueError, match="expects a dropout_rng"):
-        attention.adder_attention(query, key, value, key_block=8, dropout_rate=0.5)
+        run(query, key, value, dropout_rate=0.5)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="on CPUs these are long")
@@ -345,10 +294,8 @@ def test_long_sequences_build_no_map_unless_it_is_needed():
     assert builds_map(600, key_block=None)
     assert builds_map(600, return_weights=True)
     assert builds_map(600, dropout_rate=0.1, dropout_rng=jax.random.key(0))
-    own = dataclasses.replace(
-        attention.get_score("dot"), normalize=lambda scores, mask: jax.nn.sigmoid(scores)
-    )
-    assert builds_map(600, own)
+    sigmoid = lambda scores, mask: jax.nn.sigmoid(scores)
+    assert builds_map(600, dataclasses.replace(attention.get_score("dot"), normalize=sigmoid))
 
 
 def test_dropout_keeps_the_mean_and_spares_the_identity_map():
@@ -368,15 +315,12 @@ def test_dropout_keeps_the_mean_and_spares_the_identity_map():
 
 
 def test_broadcast_dropout_is_one_mask_for_all_samples_and_heads():
-    inputs = make_inputs(9, 9, batch=(3,))
-    inputs = (
-        *inputs[:2],
-        np.broadcast_to(np.eye(9, dtype=np.float32)[None, :, None], (3, 9, HEADS, 9)),
-    )
+    query, key, _ = make_inputs(9, 9, batch=(3,))
+    value = np.broadcast_to(np.eye(9, dtype=np.float32)[:, None], (3, 9, HEADS, 9))
 
     def dropped(**options):
         attend = functools.partial(attention.dot_product_attention, dropout_rate=0.5, **options)
-        return np.asarray(jax.jit(attend)(*inputs, dropout_rng=jax.random.key(1))) == 0
+        return np.asarray(jax.jit(attend)(query, key, value, dropout_rng=jax.random.key(1))) == 0
 
     shared, own = dropped(), dropped(broadcast_dropout=False)
     assert np.all(shared == shared[:1, :, :1])
@@ -387,30 +331,20 @@ def test_broadcast_dropout_is_one_mask_for_all_samples_and_heads():
 def test_matches_jax_and_its_causal_mask():
     inputs = make_inputs(5, 8)
     expected = jax.nn.dot_product_attention(*inputs, is_causal=True)
-    np.testing.assert_allclose(
-        attention.dot_product_attention(*inputs, is_causal=True, query_position=0),
-        expected,
-        rtol=1e-5,
-        atol=1e-6,
-    )
+    found = attention.dot_product_attention(*inputs, is_causal=True, query_position=0)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.unchecked
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            dict(key=np.ones((2, 5, 2, 4))),
-            "adder scores expect query and key of one head_dim, got 6 and 4",
-        ),
+        (dict(key=np.ones((2, 5, 2, 4))), "expect query and key of one head_dim, got 6 and 4"),
         (dict(key=np.ones((3, 5, 2, 6))), "equal batch axes, got query"),
         (dict(key=np.ones((2, 4, 2, 6))), "key and value of one length and number of heads"),
         (dict(query=np.ones((2, 5, 3, 6))), "multiple of that of key heads"),
         (dict(query=np.ones((2, 4, 2, 6))), "between two sequences identity=False"),
-        (
-            dict(scale="variance"),
-            r"score from \['sqrt_dim', 'variance_matched'\] or a number, got 'variance'",
-        ),
+        (dict(scale="variance"), r"'sqrt_dim', 'variance_matched'\] or a number, got 'variance'"),
         (dict(temperature=0.0), "expected a positive temperature, got 0.0"),
         (dict(dropout_rate=0.5), "expects a dropout_rng, got None"),
         (dict(dropout_rate=1.0, dropout_rng=1), r"dropout_rate in \[0, 1\), got 1.0"),
@@ -434,10 +368,8 @@ def test_few_bits_round_queries_and_keys_to_one_grid_with_the_gradient_of_the_di
     rng = np.random.default_rng(0)
     # 8 levels from -2 to 1.5, all within three deviations of both.
     query, key, value = (rng.choice([-2.0, -1.0, 0.5, 1.5], (2, 5, 3, 4)) for _ in range(3))
-    query, key = (
-        np.float32(query),
-        np.float32(np.where(abs(key) < 1.2, key + rng.uniform(-0.2, 0.2, key.shape), key)),
-    )
+    moved = np.where(abs(key) < 1.2, key + rng.uniform(-0.2, 0.2, key.shape), key)
+    query, key = np.float32(query), np.float32(moved)
     few = functools.partial(attention.adder_scores, bits=3)
     rounded = np.clip(-2 + 0.5 * np.round((key + 2) / 0.5), -2, 1.5)
     assert (rounded != key).any()

@@ -39,37 +39,27 @@ def params(inputs):
     return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / 3, shapes)
 
 
-def taken(options, *names):
-    return {name: options.pop(name) for name in names if name in options}
+def with_nnx(attention_fn, params, inputs, built, *, rng=None, sow=False, **options):
+    """The output, and the map if asked for, of Flax NNX's module with given parameters."""
+    built = dict(attention_fn=attention_fn, decode=False, keep_rngs=False) | built
+    module = nnx.MultiHeadAttention(HEADS, WIDTH, **built, rngs=nnx.Rngs(0))
+    nnx.update(module, params)
+    options |= dict(rngs=None if rng is None else nnx.Rngs(dropout=rng), sow_weights=sow)
+    if not sow:
+        return module(inputs, **options), None
+    out, sown = nnx.capture(module, nnx.Intermediate)(inputs, **options)
+    return out, nnx.to_pure_dict(sown)["attention_weights"][0]
 
 
-class Nnx:
-    """Flax NNX's module with given parameters."""
-
-    @staticmethod
-    def apply(attention_fn, params, inputs, *, rng=None, sow=False, **options):
-        built = taken(options, "dropout_rate", "dtype", "precision")
-        built |= dict(attention_fn=attention_fn, decode=False, keep_rngs=False)
-        module = nnx.MultiHeadAttention(HEADS, WIDTH, **built, rngs=nnx.Rngs(0))
-        nnx.update(module, params)
-        options |= dict(rngs=None if rng is None else nnx.Rngs(dropout=rng), sow_weights=sow)
-        if not sow:
-            return module(inputs, **options), None
-        out, sown = nnx.capture(module, nnx.Intermediate)(inputs, **options)
-        return out, nnx.to_pure_dict(sown)["attention_weights"][0]
+def with_linen(attention_fn, params, inputs, built, *, rng=None, sow=False, **options):
+    """The same of Flax Linen's."""
+    module = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn, **built)
+    options |= dict(rngs={} if rng is None else dict(dropout=rng), sow_weights=sow)
+    out, state = module.apply({"params": params}, inputs, **options, mutable=["intermediates"])
+    return out, state["intermediates"]["attention_weights"][0] if sow else None
 
 
-class Linen:
-    """Flax Linen's module with given parameters."""
-
-    @staticmethod
-    def apply(attention_fn, params, inputs, *, rng=None, sow=False, **options):
-        built = taken(options, "dropout_rate", "dtype", "precision")
-        module = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn, **built)
-        rngs = {} if rng is None else dict(dropout=rng)
-        options |= dict(sow_weights=sow, rngs=rngs, mutable=["intermediates"])
-        out, state = module.apply({"params": params}, inputs, **options)
-        return out, state["intermediates"]["attention_weights"][0] if sow else None
+of_both = pytest.mark.parametrize("run", [with_nnx, with_linen])
 
 
 def expected(name, params, inputs, mask):
@@ -81,45 +71,34 @@ def expected(name, params, inputs, mask):
     return np.einsum("bnhe,hed->bnd", out, params["out"]["kernel"]) + params["out"]["bias"], weights
 
 
-@pytest.mark.parametrize("api", [Nnx, Linen])
+@of_both
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_mask_and_sown_weights_arrive(api, name, params, inputs, mask):
-    out, weights = api.apply(FUNCTIONS[name], params, inputs, mask=jnp.asarray(mask), sow=True)
-    expected_out, expected_weights = expected(name, params, inputs, mask)
-    np.testing.assert_allclose(weights, expected_weights, rtol=1e-5, atol=2e-6)
-    np.testing.assert_allclose(out, expected_out, rtol=1e-5, atol=5e-6)
+def test_mask_dtype_and_sown_weights_arrive(run, name, dtype, params, inputs, mask):
+    built = dict(dtype=dtype, precision="highest") if dtype else {}
+    found = run(FUNCTIONS[name], params, inputs, built, mask=jnp.asarray(mask), sow=True)
+    assert [x.dtype for x in found] == [dtype or jnp.float32, jnp.float32]  # output and map
+    tolerances = (0.05, 0.05, 0.03) if dtype else (1e-5, 5e-6, 2e-6)
+    rtol, *atols = tolerances
+    for got, truth, atol in zip(found, expected(name, params, inputs, mask), atols, strict=True):
+        np.testing.assert_allclose(np.float64(got), truth, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("api", [Nnx, Linen])
-def test_options_are_bound_with_partial(api, params, inputs):
-    attention_fn = functools.partial(
-        attention.adder_attention, identity=False, scale="variance_matched"
-    )
-    with_identity, _ = api.apply(attention.adder_attention, params, inputs)
-    _, weights = api.apply(attention_fn, params, inputs, sow=True)
+@of_both
+def test_options_are_bound_with_partial(run, params, inputs):
+    options = dict(identity=False, scale="variance_matched")
+    bound = functools.partial(attention.adder_attention, **options)
+    out, weights = run(bound, params, inputs, {}, sow=True)
     np.testing.assert_allclose(weights.sum(-1), 1.0, rtol=1e-5)
-    assert not np.allclose(api.apply(attention_fn, params, inputs)[0], with_identity)
+    assert not np.allclose(out, run(attention.adder_attention, params, inputs, {})[0])
 
 
-@pytest.mark.parametrize("api", [Nnx, Linen])
-def test_dropout_arrives(api, params, inputs):
-    run = functools.partial(api.apply, attention.adder_attention, params, inputs, dropout_rate=0.5)
-    dropped, _ = run(rng=jax.random.key(0), deterministic=False)
-    same, _ = run(rng=jax.random.key(0), deterministic=False)
-    kept, _ = run(deterministic=True)
+@of_both
+def test_dropout_arrives(run, params, inputs):
+    call = functools.partial(run, attention.adder_attention, params, inputs)
+    dropping = functools.partial(call, {"dropout_rate": 0.5})
+    dropped, same = (dropping(rng=jax.random.key(0), deterministic=False)[0] for _ in range(2))
+    kept, _ = dropping(deterministic=True)
     np.testing.assert_array_equal(dropped, same)
     assert not np.allclose(dropped, kept)
-    np.testing.assert_allclose(
-        kept, api.apply(attention.adder_attention, params, inputs)[0], rtol=1e-6
-    )
-
-
-@pytest.mark.parametrize("api", [Nnx, Linen])
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_dtype_arrives_and_softmax_stays_float32(api, name, params, inputs, mask):
-    options = dict(dtype=jnp.bfloat16, precision="highest", mask=jnp.asarray(mask), sow=True)
-    out, weights = api.apply(FUNCTIONS[name], params, inputs, **options)
-    assert (out.dtype, weights.dtype) == (jnp.bfloat16, jnp.float32)
-    expected_out, expected_weights = expected(name, params, inputs, mask)
-    np.testing.assert_allclose(weights, expected_weights, atol=0.03)
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, rtol=0.05, atol=0.05)
+    np.testing.assert_allclose(kept, call({})[0], rtol=1e-6)

@@ -3,40 +3,27 @@
 
 #include "cpu_kernels.cc"
 
-#include <cstdio>
-#include <vector>
+#include "emulated.h"
 
 namespace {
 
 constexpr int kM = 13, kK = 70, kN = 37;
 
-struct Array {
-  std::vector<int64_t> dims;
-  std::vector<float> data;
-  XLA_FFI_Buffer buffer{};
-
-  Array(int64_t rows, int64_t cols, double seed = 0) : dims{1, rows, cols}, data(rows * cols) {
-    for (size_t i = 0; i < data.size(); ++i) data[i] = seed == 0 ? 0 : static_cast<float>(3 * std::sin(seed * (i + 1)));
-    buffer.dtype = XLA_FFI_DataType_F32, buffer.data = data.data(), buffer.rank = 3, buffer.dims = dims.data();
+struct Operand : Array<float, XLA_FFI_DataType_F32> {
+  Operand(int64_t rows, int64_t cols, double seed = 0) : Array({1, rows, cols}) {
+    for (size_t i = 0; i < data.size(); ++i) data[i] = static_cast<float>(3 * std::sin(seed * (i + 1)));
   }
-  Array(const Array&) = delete;
 
   operator ffi::AnyBuffer() const { return ffi::AnyBuffer(&buffer); }
   ffi::Result<ffi::AnyBuffer> Result() const { return ffi::AnyBuffer(&buffer); }
   float& At(int64_t row, int64_t col) { return data[row * dims[2] + col]; }
 };
 
-// So few terms are summed on the calling thread, and the pool is never asked.
-ffi::ThreadPool NoPool() {
-  alignas(ffi::ThreadPool) static char nothing[sizeof(ffi::ThreadPool)];
-  return *reinterpret_cast<ffi::ThreadPool*>(nothing);
-}
-
 int compared = 0;
 
 // Compares each element with `formula(row, col)`.
 template <class F>
-void Compare(const char* kernel, Array& result, F&& formula) {
+void Compare(const char* kernel, Operand& result, F&& formula) {
   for (int64_t row = 0; row < result.dims[1]; ++row) {
     for (int64_t col = 0; col < result.dims[2]; ++col) {
       const double got = result.At(row, col), expected = formula(row, col);
@@ -62,7 +49,7 @@ double SumOver(int count, F&& term) {
 }
 
 void TestSums(bool with_nan) {
-  Array x(kM, kK, 0.7), w(kK, kN, 1.3), g(kM, kN, 0.31), y(kM, kN), dx(kM, kK), dy(kM, kN), tangent(kM, kK, 0.17);
+  Operand x(kM, kK, 0.7), w(kK, kN, 1.3), g(kM, kN, 0.31), y(kM, kN), dx(kM, kK), dy(kM, kN), tangent(kM, kK, 0.17);
   if (with_nan) x.At(2, 3) = NAN, x.At(4, 5) = INFINITY, w.At(6, 7) = -INFINITY;
   L1Forward(NoPool(), x, w, y.Result(), /*w_is_nk=*/false);
   Compare("forward", y, [&](int m, int n) {
@@ -81,7 +68,7 @@ void TestSums(bool with_nan) {
 }
 
 void TestFull() {
-  Array x(kM, kK, 0.7), w(kK, kN, 1.3), g(kM, kN, 0.31), dx(kM, kK);
+  Operand x(kM, kK, 0.7), w(kK, kN, 1.3), g(kM, kN, 0.31), dx(kM, kK);
   FullPullback(NoPool(), x, w, g, dx.Result(), false, /*other_transposed=*/true, false);
   Compare("full pullback", dx, [&](int m, int k) {
     return SumOver(kN, [&](int n) { return double{g.At(m, n)} * (double{w.At(k, n)} - x.At(m, k)); });
@@ -89,7 +76,7 @@ void TestFull() {
 }
 
 void TestScores() {
-  Array query(kM, kK, 0.7), key(kN, kK, 1.3), g(kM, kN, 0.31), v(1, kK, 0.11), s(kM, kN), d_query(kM, kK), d_key(kN, kK);
+  Operand query(kM, kK, 0.7), key(kN, kK, 1.3), g(kM, kN, 0.31), v(1, kK, 0.11), s(kM, kN), d_query(kM, kK), d_key(kN, kK);
   AdditiveForward(NoPool(), query, key, v, s.Result());
   Compare("additive", s, [&](int i, int j) {
     return SumOver(kK, [&](int k) { return v.At(0, k) * std::tanh(double{query.At(i, k)} + key.At(j, k)); });

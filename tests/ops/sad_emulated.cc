@@ -4,30 +4,11 @@
 
 #include "sad_kernels.cc"
 
-#include <cstdio>
 #include <random>
-#include <vector>
+
+#include "emulated.h"
 
 namespace {
-
-// So few terms are summed on the calling thread, and the pool is never asked.
-ffi::ThreadPool NoPool() {
-  alignas(ffi::ThreadPool) static char nothing[sizeof(ffi::ThreadPool)];
-  return *reinterpret_cast<ffi::ThreadPool*>(nothing);
-}
-
-template <class T>
-struct Array {
-  std::vector<int64_t> dims;
-  std::vector<T> data;
-  XLA_FFI_Buffer buffer{};
-
-  Array(std::vector<int64_t> shape, XLA_FFI_DataType dtype, T filling) : dims(shape) {
-    data.assign(dims[0] * dims[1] * dims[2], filling);
-    buffer.dtype = dtype, buffer.data = data.data(), buffer.rank = 3, buffer.dims = dims.data();
-  }
-  Array(const Array&) = delete;
-};
 
 bool Near(double got, double expected) { return std::abs(got - expected) < 1e-4 * (1 + std::abs(expected)); }
 
@@ -108,8 +89,8 @@ int main(int, char** argv) {
     const bool is_long = i % 100 == 0;
     const int64_t b = 1 + below(3), m = below(is_long ? 8 : 20), n = below(is_long ? 20 : 70);
     const int64_t k = is_long ? 1000 + below(1100) : below(40);
-    Array<uint8_t> x({is_long ? 1 : b, m, k}, XLA_FFI_DataType_U8, 0), w({b, n, k}, XLA_FFI_DataType_U8, 255);
-    Array<int32_t> y({b, m, n}, XLA_FFI_DataType_S32, -1);
+    Array<uint8_t, XLA_FFI_DataType_U8> x({is_long ? 1 : b, m, k}, 0), w({b, n, k}, 255);
+    Array<int32_t, XLA_FFI_DataType_S32> y({b, m, n}, -1);
     if (i % 200 != 0) {  // else 0 and 255
       for (uint8_t& byte : x.data) byte = random();
       for (uint8_t& byte : w.data) byte = random();

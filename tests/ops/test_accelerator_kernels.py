@@ -13,6 +13,7 @@ from adder_flax.ops._cuda import TILES, CudaBackend
 from adder_flax.ops._cuda import Tile as CudaTile
 from adder_flax.ops._pallas_tpu import PallasTpuBackend, Tile
 from adder_flax.ops._primitive import call
+from tests.ops import programs
 from tests.ops.cuda_on_host import CudaOnHost
 
 # Small blocks, so that small arrays have several: (16, 32) on the GPU, (16, 128) and 128 terms on
@@ -25,22 +26,10 @@ BACKENDS = {
     ),
 }
 if jax.default_backend() == "gpu":
-    BACKENDS |= {
-        "gpu": CudaBackend(),
-        "gpu, small blocks": CudaBackend(tile=TILE),
-    }
+    BACKENDS |= {"gpu": CudaBackend(), "gpu, small blocks": CudaBackend(tile=TILE)}
 RULES = (GradientRule("sign"), GradientRule("hardtanh"), GradientRule("hardtanh", 4.0))
-FUNCTIONS = (
-    "l1",
-    "l1_pullback_x",
-    "l1_pullback_w",
-    "l1_pushforward",
-    "additive",
-    "additive_pullback",
-)
-# (B, M, N, K): K is not a multiple of the GPU's runs; then all are, and the TPU needs several
-# blocks of each axis.
-SHAPES = [(2, 17, 37, 6), (1, 20, 132, 140)]
+OF_L1 = ("l1", "l1_pullback_x", "l1_pullback_w", "l1_pushforward")
+FUNCTIONS = (*OF_L1, "additive", "additive_pullback")
 
 
 @pytest.fixture(params=BACKENDS)
@@ -48,13 +37,12 @@ def backend(request):
     return BACKENDS[request.param]
 
 
-def operands(shape, axes="kn", seed=0):
-    """Standard normal x, w (in `axes`), g, dx and v."""
+def operands(shape, axes="kn", change=lambda x: x):
+    """Standard normal x, w (in `axes`), g, dx and v; x and w changed."""
     b, m, n, k = shape
-    rng = np.random.default_rng(seed)
     w_shape = (b, k, n) if axes == "kn" else (b, n, k)
-    shapes = {"x": (b, m, k), "w": w_shape, "g": (b, m, n), "dx": (b, m, k), "v": (b, k)}
-    return {name: rng.normal(size=s).astype(np.float32) for name, s in shapes.items()}
+    x, w, g, dx, v = programs.normal((b, m, k), w_shape, (b, m, n), (b, m, k), (b, k))
+    return dict(x=change(x), w=change(w), g=g, dx=dx, v=v)
 
 
 def run(backend, function, arrays, rule, axes):
@@ -76,51 +64,40 @@ def expected(function, arrays, rule, axes):
     """The same in float64."""
     x, w, g, dx, v = (np.asarray(arrays[name], np.float64) for name in ("x", "w", "g", "dx", "v"))
     w = w if axes == "nk" else w.swapaxes(1, 2)
-    difference = w[:, None] - x[:, :, None]
-    factor = np.sign(difference) if rule.name == "sign" else np.clip(rule.slope * difference, -1, 1)
-    hidden = np.tanh(x[:, :, None] + w[:, None])
-    inner = g[..., None] * v[:, None, None] * (1 - hidden**2)
-    dw = -(g[..., None] * factor).sum(1)
-    return {
-        "l1": lambda: -np.abs(difference).sum(3),
-        "l1_pullback_x": lambda: (g[..., None] * factor).sum(2),
-        "l1_pullback_w": lambda: dw if axes == "nk" else dw.swapaxes(1, 2),
-        "l1_pushforward": lambda: (dx[:, :, None] * factor).sum(3),
-        "additive": lambda: (v[:, None, None] * hidden).sum(3),
-        "additive_pullback": lambda: (
-            inner.sum(2),
-            inner.sum(1),
-            (g[..., None] * hidden).sum((1, 2)),
-        ),
-    }[function]()
+    by_x, by_w = programs.l1_gradients(x, w, g, rule.name, rule.name, rule.slope)
+    slopes = programs.factor(rule.name, programs.differences(x, w), rule.slope)
+    return dict(
+        l1=programs.l1(x, w),
+        l1_pullback_x=by_x,
+        l1_pullback_w=by_w if axes == "nk" else by_w.swapaxes(1, 2),
+        l1_pushforward=(dx[:, :, None] * slopes).sum(3),
+        additive=programs.additive(x, w, v),
+        additive_pullback=programs.additive_gradients(x, w, v, g),
+    )[function]
 
 
 def check(backend, function, arrays, rule=RULES[2], axes="kn", tolerance=2e-5):
     """Compares, allowing for rounding in proportion to the number of terms."""
-    for got, truth in zip(
-        jax.tree.leaves(run(backend, function, arrays, rule, axes)),
-        jax.tree.leaves(expected(function, arrays, rule, axes)),
-        strict=True,
-    ):
+    atol = tolerance * np.sqrt(max(arrays["g"].shape))
+    results = (f(function, arrays, rule, axes) for f in (functools.partial(run, backend), expected))
+    for got, truth in zip(*map(jax.tree.leaves, results), strict=True):
         assert got.dtype == jnp.float32
-        np.testing.assert_allclose(
-            got, truth, rtol=tolerance, atol=tolerance * np.sqrt(max(arrays["g"].shape))
-        )
+        np.testing.assert_allclose(got, truth, rtol=tolerance, atol=atol)
 
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_function(backend, function):
+    """Of B, M, N and K, the last no multiple of the GPU's runs."""
     axes = "nk" if function == "l1_pullback_w" else "kn"
-    check(backend, function, operands(SHAPES[0], axes), axes=axes)
+    check(backend, function, operands((2, 17, 37, 6), axes), axes=axes)
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("function", ["l1", "l1_pullback_x"])
 def test_several_blocks_with_ties_and_a_common_offset(backend, function):
-    arrays = operands(SHAPES[1], "nk")
-    for name in ("x", "w"):
-        arrays[name] = np.float32(1000) + np.round(4 * arrays[name]) / 4
+    """All are multiples, and the TPU needs several blocks of each axis."""
+    arrays = operands((1, 20, 132, 140), "nk", lambda x: 1000 + np.round(4 * x) / 4)
     assert (arrays["x"][0, 0] == arrays["w"][0, 0]).any()
     check(backend, function, arrays, GradientRule("sign"), "nk")
 
@@ -129,26 +106,15 @@ def test_several_blocks_with_ties_and_a_common_offset(backend, function):
 @pytest.mark.parametrize("function", ["l1_pullback_x", "l1_pushforward"])
 def test_hardtanh_far_from_zero(backend, function):
     """Where a slope that is no power of two would round away what the values differ in."""
-    arrays = operands((1, 5, 9, 8))
-    for name in ("x", "w"):
-        arrays[name] = np.float32(100_000) + arrays[name] / 8
+    arrays = operands((1, 5, 9, 8), change=lambda x: 100_000 + x / 8)
     check(backend, function, arrays, GradientRule("hardtanh", 3.0))
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("function", ["l1_pullback_x", "l1_pushforward"])
 def test_the_sign_of_the_smallest_differences(backend, function):
-    arrays = operands((1, 5, 9, 8))
-    for name in ("x", "w"):
-        arrays[name] *= np.float32(1e-34)
+    arrays = operands((1, 5, 9, 8), change=lambda x: x * np.float32(1e-34))
     check(backend, function, arrays, GradientRule("sign"))
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow_inputs_are_summed_in_float32(backend, dtype):
-    arrays = operands((1, 5, 9, 8))
-    arrays |= {name: arrays[name].astype(dtype) for name in ("x", "w")}
-    check(backend, "l1", arrays)
 
 
 @pytest.mark.cases(2)
@@ -178,26 +144,22 @@ def test_empty_axes(backend, empty):
 def test_few_outputs_of_long_sums_are_cut_into_parts(rule, offset):
     """1,100 rows make two parts of 560, the last of which is filled up."""
     backend, rule = CudaOnHost(), GradientRule(rule, 3.0)
-    arrays = operands((1, 1100, 6, 5))
-    for name in ("x", "w"):
-        arrays[name] += np.float32(offset)
+    arrays = operands((1, 1100, 6, 5), change=lambda x: x + np.float32(offset))
     jaxpr = jax.make_jaxpr(lambda **a: run(backend, "l1_pullback_w", a, rule, "kn"))(**arrays)
     assert "f32[2,560" in str(jaxpr)
     check(backend, "l1_pullback_w", arrays, rule)
 
 
 def test_rounding_of_long_sums_grows_with_a_part_of_them():
-    arrays = operands((1, 2, 3, 20_000))
-    check(CudaOnHost(), "l1", arrays, tolerance=1e-6)
+    check(CudaOnHost(), "l1", operands((1, 2, 3, 20_000)), tolerance=1e-6)
 
 
 def test_saturated_hidden_units(backend):
     """Preactivations far beyond where tanh is 1 in float32, from terms that cancel and terms that
     do not."""
-    arrays = operands((1, 5, 9, 8))
-    arrays["x"] *= 10
-    arrays["w"] = 10 * arrays["w"] - 500
+    arrays = operands((1, 5, 9, 8), change=lambda x: 10 * x)
     arrays["x"] += 500
+    arrays["w"] -= 500
     check(backend, "additive", arrays, tolerance=1e-4)
 
 
@@ -208,10 +170,8 @@ def test_hidden_units_in_pairs(backend, hidden_units):
     an odd one out."""
     arrays = operands((2, 5, 9, hidden_units))
     arrays["v"] *= np.float32(10.0) ** np.random.default_rng(1).integers(-20, 20, arrays["v"].shape)
-    arrays["x"][:, ::2] += 28
-    arrays["x"][:, 1::2] -= 28
-    arrays["w"][:, :, ::2] -= 28
-    arrays["w"][:, :, 1::2] += 28
+    arrays["x"] += 28 * (-1.0) ** np.arange(5)[:, None]
+    arrays["w"] -= 28 * (-1.0) ** np.arange(9)
     scale = np.abs(arrays["v"]).max()
     got = run(backend, "additive", arrays, RULES[0], "kn")
     np.testing.assert_allclose(
@@ -222,10 +182,7 @@ def test_hidden_units_in_pairs(backend, hidden_units):
 @pytest.mark.cases(1)
 def test_operands_that_are_shared_along_mapped_axes(backend):
     """Queries mapped over one axis, keys over another, pairs of both over a third."""
-    rng = np.random.default_rng(0)
-    x, w, g = (
-        rng.normal(size=shape).astype(np.float32) for shape in ((3, 2, 5, 8), (4, 2, 9, 8), (5, 9))
-    )
+    x, w, g = programs.normal((3, 2, 5, 8), (4, 2, 9, 8), (5, 9))
     rule = GradientRule("hardtanh")
 
     def gradients(x, w):
@@ -235,13 +192,9 @@ def test_operands_that_are_shared_along_mapped_axes(backend):
 
     by_keys = jax.vmap(gradients, (None, 0))
     y, dx, dw = jax.jit(jax.vmap(jax.vmap(by_keys, (0, None)), (1, 1)))(x, w)
-    difference = w[None, :, :, None] - x[:, None, :, :, None].astype(np.float64)
-    slope = g[:, :, None] * np.clip(difference, -1, 1)
-    for got, truth in (
-        (y, -np.abs(difference).sum(-1)),
-        (dx, slope.sum(-2)),
-        (dw, -slope.sum(-3)),
-    ):
+    x = x[:, None]
+    by_x, by_w = programs.l1_gradients(x, w, g, "hardtanh", "hardtanh")
+    for got, truth in ((y, programs.l1(x, w)), (dx, by_x), (dw, by_w)):
         np.testing.assert_allclose(got, np.moveaxis(truth, 2, 0), rtol=1e-5, atol=1e-4)
 
 
@@ -261,11 +214,11 @@ def test_sweep(backend, function, shape, axes, rule):
     check(backend, function, operands(shape, axes), rule, axes)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_sweep_of_narrow_inputs(backend, function, dtype, rule):
+def test_narrow_inputs_are_summed_in_float32(backend, function, dtype, rule):
     arrays = operands((2, 17, 37, 6))
     arrays |= {name: arrays[name].astype(dtype) for name in ("x", "w", "dx", "v")}
     check(backend, function, arrays, rule)

@@ -9,18 +9,33 @@ import numpy as np
 import pytest
 
 from adder_flax import ops
+from tests.ops import programs
 from tests.ops.programs import BACKENDS, value_and_gradients
 
+normal = functools.partial(programs.normal, dtype=np.float64)
+
+
+def gaps(query, key):
+    return query[..., :, None, :] - key[..., None, :, :]
+
+
+def l1(query, key):
+    return -jnp.abs(gaps(query, key)).sum(-1)
+
+
+def additive(query, key, v):
+    return (v[:, None, None] * jnp.tanh(gaps(query, -key))).sum(-1)
+
+
+def gaussian(query, key):
+    return -(gaps(query, key) ** 2).sum(-1) / 2
+
+
 SCORES = {
-    "l1": lambda query, key: -jnp.abs(query[..., :, None, :] - key[..., None, :, :]).sum(-1),
-    "additive": lambda query, key, v: (
-        v[:, None, None] * jnp.tanh(query[..., :, None, :] + key[..., None, :, :])
-    ).sum(-1),
-    "gaussian": lambda query, key: (
-        -((query[..., :, None, :] - key[..., None, :, :]) ** 2).sum(-1) / 2
-    ),
+    "l1": (ops.l1_scores, l1),
+    "additive": (ops.additive_scores, additive),
+    "gaussian": (gaussian, gaussian),
 }
-OPS = {"l1": ops.l1_scores, "additive": ops.additive_scores, "gaussian": SCORES["gaussian"]}
 
 
 def whole_map(
@@ -34,52 +49,38 @@ def whole_map(
     return weights @ value + (value if identity else 0.0)
 
 
-def normal(*shapes, seed=0, dtype=np.float64):
-    rng = np.random.default_rng(seed)
-    return [rng.normal(size=shape).astype(dtype) for shape in shapes]
-
-
 def assert_close(got, expected):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert a.shape == b.shape
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
 
 
+def assert_as_whole_map(name, g, arrays, *, mask=True, identity=False, **options):
+    """Compares outputs and gradients by all arrays."""
+    ours, formula = SCORES[name]
+    fused = functools.partial(ops.fused_attention, ours, mask=mask, identity=identity, **options)
+    truth = functools.partial(whole_map, formula, mask=mask, identity=identity)
+    with jax.enable_x64(True), ops.use_backend("reference"):
+        got, expected = (
+            value_and_gradients(lambda arrays, run=run: run(**arrays), g, arrays)
+            for run in (fused, truth)
+        )
+        assert_close(got, expected)
+
+
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize(("tokens", "key_block"), [(1, 4), (17, 4), (17, 100), (24, 8)])
 def test_every_score_with_every_operand_against_the_whole_map(name, tokens, key_block):
-    heads, dim = 3, 5
-    query, key, value, v, bias, g = normal(
-        (2, heads, tokens, dim),
-        (2, heads, tokens, dim),
-        (2, heads, tokens, 4),
-        (heads, dim),
-        (heads, tokens, tokens),
-        (2, heads, tokens, 4),
-    )
-    parameters = (v,) if name == "additive" else ()
+    query, key, value, g = normal(*[(2, 3, tokens, width) for width in (5, 5, 4, 4)])
+    bias, v = normal((3, tokens, tokens), (3, 5), seed=1)
     scale = np.array([0.3, 0.5, 1.0])[:, None, None]
     mask = np.random.default_rng(1).random((2, 1, tokens, tokens)) < 0.7
     mask[0, 0, 0] = False  # a query that sees nothing
-
-    def fused(query, key, value, parameters, scale, bias):
-        options = {
-            "scale": scale,
-            "bias": bias,
-            "mask": mask,
-            "identity": True,
-            "key_block": key_block,
-        }
-        return ops.fused_attention(OPS[name], query, key, value, parameters, **options)
-
-    def truth(query, key, value, parameters, scale, bias):
-        options = {"scale": scale, "bias": bias, "mask": mask, "identity": True}
-        return whole_map(SCORES[name], query, key, value, parameters, **options)
-
-    arrays = (query, key, value, parameters, scale, bias)
-    with jax.enable_x64(True), ops.use_backend("reference"):
-        assert_close(value_and_gradients(fused, g, *arrays), value_and_gradients(truth, g, *arrays))
+    arrays = dict(query=query, key=key, value=value, scale=scale, bias=bias)
+    if name == "additive":
+        arrays["parameters"] = (v,)
+    assert_as_whole_map(name, g, arrays, mask=mask, identity=True, key_block=key_block)
 
 
 @pytest.mark.parametrize(
@@ -90,22 +91,17 @@ def test_cross_attention_with_axes_that_broadcast(queries, keys):
     query, key, value, bias, g = normal(
         (2, 1, queries, 3), (4, keys, 3), (4, keys, 6), (4, queries, 1), (2, 4, queries, 6)
     )
-    with jax.enable_x64(True), ops.use_backend("reference"):
-        fused = lambda q, k, v, b: ops.fused_attention(ops.l1_scores, q, k, v, bias=b, key_block=5)
-        truth = lambda q, k, v, b: whole_map(SCORES["l1"], q, k, v, bias=b)
-        got = value_and_gradients(fused, g, query, key, value, bias)
-        assert_close(got, value_and_gradients(truth, g, query, key, value, bias))
+    arrays = dict(query=query, key=key, value=value, bias=bias)
+    assert_as_whole_map("l1", g, arrays, key_block=5)
 
 
 def test_causal():
     query, key, value, g = normal((13, 3), (13, 3), (13, 2), (13, 2))
+    fused = functools.partial(ops.fused_attention, ops.l1_scores, is_causal=True, key_block=4)
+    truth = functools.partial(whole_map, l1, mask=np.tril(np.ones((13, 13), bool)))
     with jax.enable_x64(True), ops.use_backend("reference"):
-        fused = lambda *a: ops.fused_attention(ops.l1_scores, *a, is_causal=True, key_block=4)
-        truth = lambda *a: whole_map(SCORES["l1"], *a, mask=np.tril(np.ones((13, 13), bool)))
-        assert_close(
-            value_and_gradients(fused, g, query, key, value),
-            value_and_gradients(truth, g, query, key, value),
-        )
+        got, expected = (value_and_gradients(f, g, query, key, value) for f in (fused, truth))
+        assert_close(got, expected)
 
 
 def test_dropout_keeps_the_mean_and_is_the_same_in_the_backward_pass():
@@ -113,28 +109,18 @@ def test_dropout_keeps_the_mean_and_is_the_same_in_the_backward_pass():
 
     @jax.jit
     def dropped(query, value, seed):
-        return ops.fused_attention(
-            ops.l1_scores,
-            query,
-            key,
-            value,
-            scale=0.2,
-            dropout_rate=0.4,
-            dropout_key=jax.random.key(seed),
-            key_block=4,
-        )
+        options = dict(dropout_rate=0.4, dropout_key=jax.random.key(seed), key_block=4)
+        return ops.fused_attention(ops.l1_scores, query, key, value, scale=0.2, **options)
 
     with jax.enable_x64(True), ops.use_backend("reference"):
-        mean = jax.jit(
-            lambda: jax.vmap(lambda seed: dropped(query, value, seed))(jnp.arange(4000)).mean(0)
-        )()
-        truth = jax.jit(lambda: whole_map(SCORES["l1"], query, key, value, scale=0.2))()
+        draw = jax.vmap(lambda seed: dropped(query, value, seed))
+        mean = jax.jit(lambda: draw(jnp.arange(4000)).mean(0))()
+        truth = jax.jit(lambda: whole_map(l1, query, key, value, scale=0.2))()
         np.testing.assert_allclose(mean, truth, atol=0.05)
         output, d_query, d_value = value_and_gradients(
             lambda q, v: dropped(q, v, 3), g, query, value
         )
-        # Linear in the values, so the gradient must reproduce the output with the same weights
-        # dropped.
+        # Linear in the values: a gradient by them with the same weights dropped gives the output.
         np.testing.assert_allclose((d_value * value).sum(), (output * g).sum(), rtol=1e-12)
         step = 1e-6 * normal((6, 3), seed=1)[0]
         change = dropped(query + step, value, 3) - dropped(query - step, value, 3)
@@ -155,47 +141,33 @@ def test_bfloat16_is_summed_in_float32():
     output = ops.fused_attention(ops.l1_scores, query, key, value, scale=0.25, key_block=16)
     assert output.dtype == jnp.bfloat16
     wide = [np.asarray(a, np.float64) for a in (query, key, value)]
-    np.testing.assert_allclose(
-        output.astype(jnp.float32),
-        whole_map(SCORES["l1"], *wide, scale=0.25),
-        rtol=2**-8,
-        atol=2**-9,
-    )
+    expected = whole_map(l1, *wide, scale=0.25)
+    np.testing.assert_allclose(output.astype(jnp.float32), expected, rtol=2**-8, atol=2**-9)
 
 
-def test_second_derivatives_are_those_of_the_whole_map():
+@pytest.mark.parametrize("hidden", [False, True])
+def test_second_derivatives_are_finite_and_those_of_the_whole_map(hidden):
     query, key, value, direction = normal((9, 4), (9, 4), (9, 3), (9, 4))
-    score = SCORES["gaussian"]
-
-    def curvature(attention):
-        loss = lambda query: jnp.sin(attention(score, query, key, value, scale=0.5)).sum()
-        return jax.jit(lambda: jax.jvp(jax.grad(loss), (query,), (direction,))[1])()
-
-    with jax.enable_x64(True):
-        blocks = functools.partial(ops.fused_attention, key_block=4)
-        assert_close(curvature(blocks), curvature(whole_map))
-
-
-def test_hidden_keys_have_finite_second_derivatives():
-    query, key, value = normal((4, 2), (4, 2), (4, 3))
-    key[3] *= 1e4  # whose scores would overflow, if they were seen
-    mask = np.ones((4, 4), bool)
-    mask[:, 3], mask[2] = False, False  # and a query that sees nothing
-
+    mask = np.ones((9, 9), bool)
+    if hidden:
+        key[8] *= 1e4  # whose scores would overflow, if they were seen
+        mask[:, 8], mask[2] = False, False  # and a query that sees nothing
     score = lambda query, key: query @ jnp.swapaxes(key, -1, -2)
 
-    def curvature(attention):
-        def slope(query):
-            loss = lambda query: jnp.sin(attention(score, query, key, value, mask=mask)).sum()
-            return jnp.square(jax.grad(loss)(query)).sum()
+    @functools.partial(jax.jit, static_argnums=0)
+    def curvature(attention, query):
+        loss = lambda query: jnp.sin(
+            attention(score, query, key, value, mask=mask, scale=0.5)
+        ).sum()
+        slope = lambda query: jnp.square(jax.grad(loss)(query)).sum()
+        return jax.jvp(jax.grad(loss), (query,), (direction,))[1], jax.grad(slope)(query)
 
-        return jax.jit(jax.grad(slope))(jnp.asarray(query))
-
-    blocks = functools.partial(ops.fused_attention, key_block=2)
     with jax.enable_x64(True):
-        found, expected = curvature(blocks), curvature(whole_map)
-    assert np.any(expected)
-    assert_close(found, expected)
+        expected = curvature(whole_map, query)
+        assert_close(
+            curvature(functools.partial(ops.fused_attention, key_block=4), query), expected
+        )
+    assert all(map(np.any, expected))
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of CPUs")
@@ -216,19 +188,16 @@ def test_no_keys_give_zeros():
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("backend", BACKENDS[1:], indirect=True)
 def test_memory_grows_with_the_tokens_and_not_with_their_square(backend):
     def megabytes(attention, tokens):
         x = jax.ShapeDtypeStruct((1, tokens, 16), jnp.float32)
         gradient = jax.grad(lambda q, k, v: attention(q, k, v).sum(), (0, 1, 2))
         return jax.jit(gradient).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes / 1e6
 
-    with ops.use_backend(backend):
-        fused = [
-            megabytes(lambda *a: ops.fused_attention(ops.l1_scores, *a, key_block=64), n)
-            for n in (1024, 4096)
-        ]
-        whole = megabytes(lambda q, k, v: jax.nn.softmax(ops.l1_scores(q, k)) @ v, 4096)
+    attention = functools.partial(ops.fused_attention, ops.l1_scores, key_block=64)
+    fused = [megabytes(attention, tokens) for tokens in (1024, 4096)]
+    whole = megabytes(lambda q, k, v: jax.nn.softmax(ops.l1_scores(q, k)) @ v, 4096)
     assert fused[1] < 4.5 * fused[0]
     assert fused[1] < whole / 8
 

@@ -9,7 +9,7 @@ import pytest
 
 import kfac
 from adder_flax import layers, linen, ops
-from tests.ops.programs import BACKENDS, normal, value_and_gradients
+from tests.ops.programs import normal, value_and_gradients
 
 # Rows that are no multiple of any vector, one feature, one row, no row, several chunks of rows.
 SHAPES = [(3, 5, 192), (5, 10), (2, 3, 4, 33), (1, 700, 48), (7,), (0, 4), (2, 0, 4), (1, 1)]
@@ -28,58 +28,48 @@ def _expected(x, scale, bias, g, epsilon):
     return normalized * scale + bias, dx, (g * normalized).sum(rows), g.sum(rows)
 
 
-@pytest.mark.cases(8)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_value_and_gradients_are_those_of_the_formula(backend, shape):
     x, scale, bias, g = normal(shape, shape[-1:], shape[-1:], shape)
     function = lambda *a: ops.layer_norm(*a, epsilon=0.1)
-    with ops.use_backend(backend):
-        results = value_and_gradients(function, g, 3 * x + 2, scale, bias)
+    results = value_and_gradients(function, g, 3 * x + 2, scale, bias)
     for got, expected in zip(results, _expected(3 * x + 2, scale, bias, g, 0.1), strict=True):
         np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_mean_far_larger_than_the_spread_does_not_cancel(backend):
     (x,) = normal((6, 64))
     ones, zeros = np.ones(64, np.float32), np.zeros(64, np.float32)
     far = (1e3 + 1e-1 * x).astype(np.float32)
-    with ops.use_backend(backend):
-        got = ops.layer_norm(far, ones, zeros, fast_variance=False)
+    got = ops.layer_norm(far, ones, zeros, fast_variance=False)
     # Of numbers near 1,000 float32 keeps steps of 6e-5, which is 6e-4 of their spread.
     np.testing.assert_allclose(got, _expected(far, ones, zeros, x, 1e-6)[0], atol=2e-3)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_not_finite_stays_in_its_row(backend):
     x, scale, bias = normal((3, 20), (20,), (20,))
     x[1, 4] = np.nan
-    with ops.use_backend(backend):
-        got = np.asarray(ops.layer_norm(x, scale, bias))
-    assert np.isnan(got[1]).all()
-    assert np.isfinite(got[[0, 2]]).all()
+    got = np.isnan(ops.layer_norm(x, scale, bias))
+    np.testing.assert_array_equal(got, np.isnan(x).any(-1, keepdims=True) & np.ones(20, bool))
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_vmap_over_any_operand_is_a_loop(backend):
-    x, scale, bias = normal((4, 5, 12), (4, 12), (4, 12))
-    both = lambda *a: value_and_gradients(lambda *a: ops.layer_norm(*a).sum(0), 1.0 + bias[0], *a)
-    with ops.use_backend(backend):
-        for axes in [(0, 0, 0), (0, None, None), (None, 0, None), (0, None, 0)]:
-            arrays = [
-                a if axis == 0 else a[0] for a, axis in zip((x, scale, bias), axes, strict=True)
-            ]
-            got = jax.vmap(both, axes)(*arrays)
-            for i in range(4):
-                own = [a[i] if axis == 0 else a for a, axis in zip(arrays, axes, strict=True)]
-                for mapped, single in zip(got, both(*own), strict=True):
-                    np.testing.assert_allclose(mapped[i], single, rtol=1e-5, atol=1e-5)
+    arrays = normal((4, 5, 12), (4, 12), (4, 12))
+    (g,) = normal((12,), seed=1)
+    both = lambda *a: value_and_gradients(lambda *a: ops.layer_norm(*a).sum(0), g, *a)
+    for axes in [(0, 0, 0), (0, None, None), (None, 0, None), (0, None, 0)]:
+        pairs = [*zip(arrays, axes, strict=True)]
+        given = [a if axis == 0 else a[0] for a, axis in pairs]
+        loop = [both(*(a[i if axis == 0 else 0] for a, axis in pairs)) for i in range(4)]
+        for mapped, single in zip(
+            jax.vmap(both, axes)(*given), zip(*loop, strict=True), strict=True
+        ):
+            np.testing.assert_allclose(mapped, single, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_forward_mode_and_second_derivatives_are_those_of_flax(backend):
     x, scale, bias, g = normal((3, 6), (6,), (6,), (3, 6))
     tangents = normal((3, 6), (6,), (6,), seed=1)
@@ -96,22 +86,9 @@ def test_forward_mode_and_second_derivatives_are_those_of_flax(backend):
             jax.jvp(jax.grad(loss), (x, scale, bias), tuple(tangents)),
         )
 
-    with ops.use_backend(backend):
-        got = derivatives(lambda *a: ops.layer_norm(*a, epsilon=0.1))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), got, derivatives(flax)
-    )
-
-
-@pytest.mark.unchecked  # a symbol is no integer
-def test_an_exported_program_takes_any_number_of_rows():
-    scale, bias = normal((4,), (4,))
-    rows = jax.export.symbolic_shape("rows, 4")
-    stored = jax.export.export(jax.jit(lambda x: ops.layer_norm(x, scale, bias)))(
-        jax.ShapeDtypeStruct(rows, jnp.float32)
-    )
-    (x,) = normal((6, 4))
-    np.testing.assert_allclose(stored.call(x), ops.layer_norm(x, scale, bias), atol=1e-5)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+    ours = lambda *a: ops.layer_norm(*a, epsilon=0.1)
+    jax.tree.map(close, derivatives(ours), derivatives(flax))
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
@@ -125,19 +102,13 @@ def test_modules_are_those_of_flax(dtype, options):
             if getattr(layer, name) is not None:
                 getattr(layer, name)[...] = value
     assert jax.tree.structure(nnx.state(own)) == jax.tree.structure(nnx.state(theirs))
-    expected = theirs(x)
-    assert own(x).dtype == expected.dtype
-    tolerance = 1e-2 if dtype else 1e-5
-    close = lambda a: np.testing.assert_allclose(
-        np.asarray(a, np.float32), np.asarray(expected, np.float32), rtol=tolerance, atol=tolerance
-    )
-    close(own(x))
-    of_linen = linen.LayerNorm(dtype=dtype, **options)
-    params = {name: value[...] for name, value in nnx.state(own, nnx.Param).items()}
-    wanted = nn.LayerNorm(dtype=dtype, **options).init(jax.random.key(0), x)
-    got = of_linen.init(jax.random.key(0), x)
-    assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, wanted)
-    close(of_linen.apply({"params": params}, x))
+    of_linen, params = linen.LayerNorm(dtype=dtype, **options), nnx.to_pure_dict(nnx.state(own))
+    made = of_linen.init(jax.random.key(0), x)["params"]
+    assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, params)
+    wide, tolerance = np.float32(theirs(x)), 1e-2 if dtype else 1e-5
+    for got in (own(x), of_linen.apply({"params": params}, x)):
+        assert got.dtype == theirs(x).dtype
+        np.testing.assert_allclose(np.float32(got), wide, rtol=tolerance, atol=tolerance)
 
 
 def test_other_axes_and_masks_are_left_to_flax():

@@ -18,10 +18,8 @@ from tests.processes import run_python
 BATCH, ROWS, COLUMNS, WIDTH = 2, 17, 37, 9
 X, W = (BATCH, ROWS, WIDTH), (BATCH, WIDTH, COLUMNS)
 KEY, G, V = (BATCH, COLUMNS, WIDTH), (BATCH, ROWS, COLUMNS), (BATCH, WIDTH)
-HARDTANH, SIGN = (
-    {"rule": GradientRule("hardtanh", 4.0), "axes": "kn"},
-    {"rule": GradientRule("sign"), "axes": "kn"},
-)
+HARDTANH = {"rule": GradientRule("hardtanh", 4.0), "axes": "kn"}
+SIGN = {"rule": GradientRule("sign"), "axes": "kn"}
 CALLS = [
     ("l1", (X, W), {"axes": "kn"}),
     ("l1", (X, KEY), {"axes": "nk"}),
@@ -46,18 +44,18 @@ needs_nvrtc = pytest.mark.skipif(
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(("method", "shapes", "options"), CALLS)
-def test_every_function_lowers_to_ptx_for_cuda(method, shapes, options):
-    text = _lowered(CudaBackend(), "cuda", method, shapes, options)
+@pytest.mark.parametrize(
+    ("method", "shapes", "options", "dtype"),
+    [
+        *((*call, jnp.float32) for call in CALLS),
+        *((*CALLS[0], dtype) for dtype in (jnp.bfloat16, jnp.float16)),
+    ],
+)
+def test_every_function_lowers_to_ptx_for_cuda(method, shapes, options, dtype):
+    text = _lowered(CudaBackend(), "cuda", method, shapes, options, dtype)
     assert "__gpu$xla.gpu.ptx" in text
     assert ".version 7.0" in text  # which every driver that JAX runs with reads
     assert "stablehlo.while" not in text  # no part of it fell back to the XLA backend
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow_inputs_lower_for_cuda(dtype):
-    assert "__gpu$xla.gpu.ptx" in _lowered(CudaBackend(), "cuda", *CALLS[0], dtype)
 
 
 @pytest.mark.cases(4)
@@ -88,11 +86,9 @@ def loss(w, v, x):
     return (ops.l1_scores(tokens, tokens) + ops.additive_scores(tokens, tokens, v)).mean()
 
 
+arrays = like((192, 192), "fsdp"), like((3, 64)), like((16 * 65, 192), rows)
 with ops.use_backend(backend), jax.set_mesh(mesh):
-    step = jax.jit(jax.value_and_grad(loss, (0, 1)))
-    compiled = step.lower(
-        like((192, 192), "fsdp"), like((3, 64)), like((16 * 65, 192), rows)
-    ).compile()
+    compiled = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*arrays).compile()
 text = compiled.as_text()
 assert text.count(call) >= 6, text
 # 16 images on 4 devices: no device sees the tokens or the maps of all of them.
@@ -103,12 +99,10 @@ print(compiled.memory_analysis())
 
 def _compile_ahead_of_time(*arguments):
     # The backend that was asked for by name cannot run here, only be compiled for.
-    done = run_python(
-        *("-W", "error::DeprecationWarning", "-c", AHEAD_OF_TIME, *arguments),
-        TPU_SKIP_MDS_QUERY="1",
-        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-        PYTHONPATH=os.pathsep.join(sys.path),
-    )
+    environment = dict(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = ("-W", "error::DeprecationWarning", "-c", AHEAD_OF_TIME, *arguments)
+    done = run_python(*command, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "temp_size_in_bytes" in done.stdout
 

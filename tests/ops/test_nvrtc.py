@@ -46,8 +46,6 @@ def test_without_it_the_backend_says_what_to_install(monkeypatch):
     monkeypatch.setattr(_nvrtc, "_candidates", lambda: ["libno_such_nvrtc.so"])
     monkeypatch.setattr(_backend, "_reasons", {})
     _nvrtc.load_library.cache_clear()
-    with (
-        ops.use_backend("cuda"),
-        pytest.raises(ValueError, match="pip install nvidia-cuda-nvrtc-cu12"),
-    ):
+    message = "pip install nvidia-cuda-nvrtc-cu12"
+    with ops.use_backend("cuda"), pytest.raises(ValueError, match=message):
         ops.adder_matmul(jnp.ones((2, 3)), jnp.ones((3, 4)))
