@@ -186,7 +186,7 @@ def test_color_jitter_equals_its_formula(kind, channels):
 def test_color_jitter_above_one_never_inverts():
     images = np.random.default_rng(0).random((64, 2, 2, 3)).astype(np.float32)
     got = np.asarray(color_jitter(KEY, images, brightness=3.0))
-    assert (got.min(), got.max()) == (0, 1)
+    assert ((got >= 0) & (got <= 1)).all()
 
 
 def mixed_images(pairs, height, width, **settings):

@@ -122,7 +122,7 @@ def test_tar_files_are_read_as_webdataset_reads_them(front, tmp_path):
         source = load_source("webdataset", split, data_dir=str(tmp_path), image_size=8)
         records = [source._records[i][0] for i in range(len(source))]
         assert records == [sample["png"] for sample in theirs]
-        assert source.file_names() == [f"{sample['__key__']}.png" for sample in theirs]
+        assert source._records.file_names() == [f"{sample['__key__']}.png" for sample in theirs]
 
 
 def test_a_column_of_parquet_may_hold_the_bytes_of_images(tmp_path):
