@@ -10,22 +10,15 @@ import pytest
 
 from tests.data.files import encode, smooth_image
 
-# A prepared CIFAR-10, if there is one, makes a few more tests run.
-CIFAR10_DIR = pathlib.Path(
-    os.environ.get(
-        "ADDER_FLAX_TEST_TFDS", pathlib.Path(__file__).parents[3] / "shared" / "data" / "tfds"
-    )
-)
-
 
 @pytest.fixture(scope="session")
 def cifar10_dir() -> str:
-    """The data_dir of a prepared CIFAR-10."""
-    if not (CIFAR10_DIR / "cifar10").is_dir():
-        pytest.skip(
-            "no prepared CIFAR-10: point ADDER_FLAX_TEST_TFDS at a TFDS data_dir that has one"
-        )
-    return str(CIFAR10_DIR)
+    """The data_dir of a prepared CIFAR-10, with which a few more tests run."""
+    ours = pathlib.Path(__file__).parents[3] / "shared" / "data" / "tfds"
+    place = pathlib.Path(os.environ.get("ADDER_FLAX_TEST_TFDS", ours))
+    if not (place / "cifar10").is_dir():
+        pytest.skip("no prepared CIFAR-10: ADDER_FLAX_TEST_TFDS names a TFDS data_dir with one")
+    return str(place)
 
 
 @pytest.fixture

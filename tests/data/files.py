@@ -30,10 +30,17 @@ def write_dictionary(path: pathlib.Path, num_words: int = 4000) -> None:
 
 def write_idx(path: pathlib.Path, array: np.ndarray) -> None:
     """A gzipped idx file of unsigned bytes."""
-    header = bytes([0, 0, 8, array.ndim]) + b"".join(
-        size.to_bytes(4, "big") for size in array.shape
-    )
-    path.write_bytes(gzip.compress(header + array.tobytes()))
+    sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+    path.write_bytes(gzip.compress(bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes()))
+
+
+def center_crop(image: Image.Image, side: int, ratio: float) -> np.ndarray:
+    """torchvision's Resize(int(side / ratio)), CenterCrop(side)."""
+    short = int(side / ratio)
+    size = [int(short * length / min(image.size)) for length in image.size]
+    left, top = (round((length - side) / 2) for length in size)
+    resized = image.resize(size, Image.Resampling.BICUBIC)
+    return np.asarray(resized.crop((left, top, left + side, top + side)))
 
 
 def smooth_image(height: int, width: int, seed: int = 0) -> np.ndarray:

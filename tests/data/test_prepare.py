@@ -1,7 +1,5 @@
 """The preparation command: small archives in the official formats, read back through TFDS."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import importlib.util
@@ -21,10 +19,8 @@ def read_back(name, data_dir, split):
 
 
 def as_set(images, labels):
-    return sorted(
-        (image.tobytes(), tuple(np.atleast_1d(label).tolist()))
-        for image, label in zip(images, labels, strict=True)
-    )
+    rows = zip(images, labels, strict=True)
+    return sorted((image.tobytes(), np.ravel(label).tolist()) for image, label in rows)
 
 
 def idx_files(source, sizes, url=""):
@@ -41,72 +37,60 @@ def idx_files(source, sizes, url=""):
     return urls, truth
 
 
-def same_records(records, truth):
-    return as_set([r["image"] for r in records], [r["label"] for r in records]) == as_set(*truth)
-
-
-@pytest.fixture
-def cifar_files(tmp_path, published):
-    """Builds a CIFAR archive with `per_file` random images in each file; returns the true pixels
-    and labels."""
-
-    def build(name, files, label_files, label_bounds, per_file=7):
-        rng = np.random.default_rng(0)
-        members = {f: "\n".join(names).encode() + b"\n" for f, names in label_files.items()}
-        truth = {}
-        for file in files:
-            images = rng.integers(0, 256, (per_file, 32, 32, 3), np.uint8)
-            draw = lambda bound: rng.integers(0, bound, per_file, np.uint8)
-            labels = np.stack([draw(bound) for bound in label_bounds], 1)
-            planes = images.transpose(0, 3, 1, 2).reshape(per_file, -1)
-            members[file] = np.concatenate([labels, planes], 1).tobytes()
-            truth[file.split("/")[-1]] = images, labels
-        source = tmp_path / "downloads"
-        source.mkdir()
-        write_tar(source / f"{name}.tar.gz", members)
-        published({f"https://www.cs.toronto.edu/~kriz/{name}.tar.gz": source / f"{name}.tar.gz"})
-        return source, truth
-
-    return build
-
-
-def test_cifar10_from_binary_files(cifar_files, tmp_path):
-    prefix = "cifar-10-batches-bin/"
-    names = [f"class{label}" for label in range(10)]
-    train_files = [f"{prefix}data_batch_{n}.bin" for n in range(1, 6)]
-    source, truth = cifar_files(
+CIFAR = {
+    "cifar10": (
         "cifar-10-binary",
-        [*train_files, prefix + "test_batch.bin"],
-        {prefix + "batches.meta.txt": names},
-        [10],
-    )
-    path = prepare("cifar10", str(tmp_path / "sets"), str(source))
-    assert path == tmp_path / "sets" / "cifar10" / "3.0.2"
-    train = read_back("cifar10", tmp_path / "sets", "train")
-    files = [truth[f"data_batch_{n}.bin"] for n in range(1, 6)]
-    assert same_records(train, map(np.concatenate, zip(*files, strict=True)))
-    assert {r["id"] for r in train} == {f"train_{n:05d}".encode() for n in range(35)}
-    assert len(read_back("cifar10", tmp_path / "sets", "test")) == 7
-    ours = load_source("cifar10", "eval", data_dir=str(tmp_path / "sets"))
-    assert (ours.split, ours.label_names, ours.image_shape) == ("test", tuple(names), (32, 32, 3))
-    assert same_records([ours[i] for i in range(len(ours))], truth["test_batch.bin"])
-
-
-def test_cifar100_keeps_both_labels(cifar_files, tmp_path):
-    prefix = "cifar-100-binary/"
-    coarse, fine = [f"coarse{n}" for n in range(20)], [f"fine{n}" for n in range(100)]
-    source, truth = cifar_files(
+        [f"cifar-10-batches-bin/data_batch_{n}.bin" for n in range(1, 6)],
+        "cifar-10-batches-bin/test_batch.bin",
+        {"cifar-10-batches-bin/batches.meta.txt": [f"class{label}" for label in range(10)]},
+    ),
+    "cifar100": (
         "cifar-100-binary",
-        [prefix + "train.bin", prefix + "test.bin"],
-        {prefix + "coarse_label_names.txt": coarse, prefix + "fine_label_names.txt": fine},
-        [20, 100],
-    )
-    prepare("cifar100", str(tmp_path / "sets"), str(source))
-    train = read_back("cifar100", tmp_path / "sets", "train")
-    labels = [(r["coarse_label"], r["label"]) for r in train]
-    assert as_set([r["image"] for r in train], labels) == as_set(*truth["train.bin"])
-    ours = load_source("cifar100", "train", data_dir=str(tmp_path / "sets"))
-    assert ours.label_names == tuple(fine)
+        ["cifar-100-binary/train.bin"],
+        "cifar-100-binary/test.bin",
+        {
+            "cifar-100-binary/coarse_label_names.txt": [f"coarse{n}" for n in range(20)],
+            "cifar-100-binary/fine_label_names.txt": [f"fine{n}" for n in range(100)],
+        },
+    ),
+}
+
+
+def write_cifar(name, folder, published):
+    """An archive of 7 random images in each file; returns the true pixels and labels by split."""
+    archive, train_files, test_file, labels_of = CIFAR[name]
+    rng, truth = np.random.default_rng(0), {"train": [], "test": []}
+    members = {file: "\n".join(names).encode() + b"\n" for file, names in labels_of.items()}
+    for file in (*train_files, test_file):
+        images = rng.integers(0, 256, (7, 32, 32, 3), np.uint8)
+        labels = [rng.integers(0, len(names), 7, np.uint8) for names in labels_of.values()]
+        planes = images.transpose(0, 3, 1, 2).reshape(7, -1)
+        members[file] = np.concatenate([np.stack(labels, 1), planes], 1).tobytes()
+        truth["test" if file == test_file else "train"].append((images, np.stack(labels, 1)))
+    folder.mkdir()
+    path = folder / f"{archive}.tar.gz"
+    write_tar(path, members)
+    published({f"https://www.cs.toronto.edu/~kriz/{path.name}": path})
+    return {s: [*map(np.concatenate, zip(*files, strict=True))] for s, files in truth.items()}
+
+
+@pytest.mark.parametrize("name", CIFAR)
+def test_cifar_from_binary_files(name, tmp_path, published):
+    truth = write_cifar(name, tmp_path / "downloads", published)
+    path = prepare(name, str(tmp_path / "sets"), str(tmp_path / "downloads"))
+    assert path == tmp_path / "sets" / name / "3.0.2"
+    for split, (images, labels) in truth.items():
+        records = read_back(name, tmp_path / "sets", split)
+        kinds = ("label",) if name == "cifar10" else ("coarse_label", "label")
+        found = [[record[kind] for kind in kinds] for record in records]
+        assert as_set([r["image"] for r in records], found) == as_set(images, labels)
+        count = len(images)
+        assert {r["id"] for r in records} == {f"{split}_{n:05d}".encode() for n in range(count)}
+    ours = load_source(name, "eval", data_dir=str(tmp_path / "sets"))
+    *_, names = CIFAR[name][-1].values()
+    assert (ours.split, ours.label_names, ours.image_shape) == ("test", tuple(names), (32, 32, 3))
+    images, labels = truth["test"]
+    assert as_set(*ours.read(np.arange(7))[0].values()) == as_set(images, labels[:, -1])
 
 
 @pytest.mark.parametrize(
@@ -122,7 +106,9 @@ def test_mnist_from_idx_files(name, url, tmp_path, published):
     published(urls)
     prepare(name, str(tmp_path / "sets"), str(source))
     for split, file in {"train": "train", "test": "t10k"}.items():
-        assert same_records(read_back(name, tmp_path / "sets", split), truth[file])
+        records = read_back(name, tmp_path / "sets", split)
+        found = [[record[part] for record in records] for part in ("image", "label")]
+        assert as_set(*found) == as_set(*truth[file])
     ours = load_source(name, "train", data_dir=str(tmp_path / "sets"))
     assert ours.image_shape == (28, 28, 1)
     assert as_set(*ours.read(np.arange(6))[0].values()) == as_set(*truth["train"])
@@ -157,10 +143,7 @@ def test_folder_is_copied_without_encoding_again(image_folder, tmp_path):
     said = "for my_images, whose images are not all square and of one"
     with pytest.raises(DataError, match=said):
         load_source("my_images", "train", **own)
-
-
-def test_a_set_that_is_there_is_left_alone(image_folder, tmp_path):
-    path = prepare("folder", str(tmp_path / "sets"), str(image_folder), "my_images")
+    # A set that is there is left alone.
     before = {file: file.stat().st_mtime_ns for file in path.iterdir()}
     assert prepare("folder", str(tmp_path / "sets"), str(image_folder), "my_images") == path
     assert {file: file.stat().st_mtime_ns for file in path.iterdir()} == before
@@ -198,19 +181,13 @@ def test_a_set_without_images_is_refused(tmp_path):
         load_source("numbers", "train", data_dir=str(tmp_path))
 
 
-def test_a_changed_source_file_is_refused(cifar_files, tmp_path):
-    prefix = "cifar-10-batches-bin/"
-    source, _ = cifar_files(
-        "cifar-10-binary",
-        [prefix + "test_batch.bin"],
-        {prefix + "batches.meta.txt": list("0123456789")},
-        [10],
-    )
-    with open(source / "cifar-10-binary.tar.gz", "ab") as file:
+def test_a_changed_source_file_is_refused(tmp_path, published):
+    write_cifar("cifar10", tmp_path / "downloads", published)
+    with open(tmp_path / "downloads" / "cifar-10-binary.tar.gz", "ab") as file:
         file.write(b"\0")
     said = r"published source files of cifar10(.|\n)*checksum(.|\n)*SHA-256 c4a38c50a1bc"
     with pytest.raises(DataError, match=said):
-        prepare("cifar10", str(tmp_path / "sets"), str(source))
+        prepare("cifar10", str(tmp_path / "sets"), str(tmp_path / "downloads"))
 
 
 @pytest.mark.skipif(

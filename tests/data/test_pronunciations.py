@@ -5,6 +5,7 @@ import pytest
 
 from adder_flax import data
 from adder_flax.data._sequences import LETTERS, PHONEMES, SPLITS, parse_dictionary, split_of
+from tests.data.files import write_dictionary
 
 ENTRIES = """\
 ;;; a comment
@@ -19,11 +20,9 @@ record(3) R AH0 K AO2 R D
 
 @pytest.fixture
 def dictionary(tmp_path):
-    words = [f"{a}{b}{c}" for a in "bcdfg" for b in "aeiou" for c in "lmnprst"]
-    lines = [f"{w} {w[0].upper() if w[0] != 'c' else 'K'} AE1 T" for w in words]
-    long = "".join("abcdefgh"[i % 8] for i in range(20))
     path = tmp_path / "cmudict.dict"
-    path.write_text("\n".join([*ENTRIES.splitlines(), *lines, f"{long} AE1 B"]) + "\n")
+    write_dictionary(path, 300)
+    path.write_text(f"{ENTRIES}{path.read_text()}{'abcd' * 5} AE1 B\n")
     return path
 
 
@@ -45,26 +44,28 @@ def test_a_line_that_is_no_entry_is_named(line):
     assert "\x1b" not in str(error.value)
 
 
-def test_every_word_is_in_one_split_with_all_its_pronunciations(dictionary):
-    words = {}
-    for split in SPLITS:
-        source = data.load_source("cmudict", split, data_dir=str(dictionary))
-        words[split] = {"".join(source.text("source", row)) for row in source.arrays["source"]}
-    known = parse_dictionary(dictionary.read_text().splitlines())
-    too_long = {word for word in known if len(word) > 16}
-    assert set.union(*words.values()) >= known.keys() - too_long
-    for split, found in words.items():
-        assert {split_of(word) for word in found} <= {split}
-    assert all(words[a].isdisjoint(words[b]) for a, b in [SPLITS[:2], SPLITS[1:]])
+@pytest.fixture
+def sources(dictionary):
+    return {split: data.load_source("cmudict", split, data_dir=str(dictionary)) for split in SPLITS}
 
 
-def test_records_hold_letters_phonemes_and_their_end(dictionary):
+def words_of(source):
+    return ["".join(source.text("source", row)) for row in source.arrays["source"]]
+
+
+def test_every_word_is_in_one_split(dictionary, sources):
     known = parse_dictionary(dictionary.read_text().splitlines())
-    for split in SPLITS:
-        source = data.load_source("cmudict", split, data_dir=str(dictionary))
-        for index in range(len(source)):
+    found = [word for source in sources.values() for word in set(words_of(source))]
+    assert sorted(found) == sorted(word for word in known if len(word) <= 16)
+    for split, source in sources.items():
+        assert set(map(split_of, words_of(source))) == {split}
+
+
+def test_records_hold_letters_phonemes_and_their_end(dictionary, sources):
+    known = parse_dictionary(dictionary.read_text().splitlines())
+    for split, source in sources.items():
+        for index, word in enumerate(words_of(source)):
             record = source[index]
-            word = "".join(source.text("source", record["source"]))
             rows = record["references"] if split != "train" else record["target"][None]
             found = [source.text("target", row) for row in rows if row.any()]
             assert found == known[word] if split != "train" else found[0] in known[word]
@@ -73,10 +74,9 @@ def test_records_hold_letters_phonemes_and_their_end(dictionary):
                 assert not row[len(phonemes) + 1 :].any()
 
 
-def test_shapes_are_declared_and_batches_are_read(dictionary):
-    source = data.load_source("cmudict", "train", data_dir=str(dictionary))
-    batch = data.TrainPipeline(source, 8, seed=0)[3]
-    for name, shape in source.record_shapes.items():
+def test_shapes_are_declared_and_batches_are_read(sources):
+    batch = data.TrainPipeline(sources["train"], 8, seed=0)[3]
+    for name, shape in sources["train"].record_shapes.items():
         assert batch[name].shape == (8, *shape.shape)
         assert batch[name].dtype == shape.dtype == np.int32
     assert batch["source"].max() <= len(LETTERS)
@@ -84,21 +84,20 @@ def test_shapes_are_declared_and_batches_are_read(dictionary):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"\xff\xfe\x00", "line 1"), (b"", "Expected words"), (b"a b c\n", "line 1")],
+    ("content", "split", "message"),
+    [
+        (b"\xff\xfe\x00", "train", "line 1"),
+        (b"", "train", "Expected words"),
+        (None, "train", "got no file"),
+        (b"cat K AE1 T\n", "dev", "split"),
+    ],
 )
-def test_a_file_that_is_no_dictionary_is_refused(tmp_path, content, message):
+def test_a_file_that_is_no_dictionary_is_refused(tmp_path, content, split, message):
     path = tmp_path / "words.dict"
-    path.write_bytes(content)
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(data.DataError, match=message):
-        data.load_source("cmudict", "train", data_dir=str(path))
-
-
-def test_a_missing_file_and_an_unknown_split_are_refused(tmp_path, dictionary):
-    with pytest.raises(data.DataError, match="got no file"):
-        data.load_source("cmudict", "train", data_dir=str(tmp_path / "none"))
-    with pytest.raises(data.DataError, match="split"):
-        data.load_source("cmudict", "dev", data_dir=str(dictionary))
+        data.load_source("cmudict", split, data_dir=str(path))
 
 
 def test_the_split_of_a_word_does_not_change():

@@ -13,25 +13,18 @@ def timm_forward(weights, images, *, patch_size, depth, num_heads):
     VisionTransformer."""
     w = {name: np.asarray(array, np.float64) for name, array in weights.items()}
     batch, height, width, _ = images.shape
-    kernel, rows, columns = w["patch_embed.proj.weight"], height // patch_size, width // patch_size
-    tokens = np.empty((batch, rows * columns, len(kernel)))
-    for row in range(rows):  # a convolution whose stride is its size
-        for column in range(columns):
-            top, left = row * patch_size, column * patch_size
-            patch = images[:, top : top + patch_size, left : left + patch_size]
-            tokens[:, row * columns + column] = np.einsum("bhwc,ochw->bo", patch, kernel)
-    tokens = tokens + w["patch_embed.proj.bias"]
+    # A convolution whose stride is its size.
+    grid = (batch, height // patch_size, patch_size, width // patch_size, patch_size, -1)
+    tokens = np.einsum("byhxwc,ochw->byxo", images.reshape(grid), w["patch_embed.proj.weight"])
+    tokens = tokens.reshape(batch, -1, tokens.shape[-1]) + w["patch_embed.proj.bias"]
     x = np.concatenate([np.repeat(w["cls_token"], batch, axis=0), tokens], axis=1) + w["pos_embed"]
 
     def linear(name, x):
         return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
 
     def norm(name, x):
-        centred = x - x.mean(-1, keepdims=True)
-        return (
-            centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * w[f"{name}.weight"]
-            + w[f"{name}.bias"]
-        )
+        normed = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
+        return normed * w[f"{name}.weight"] + w[f"{name}.bias"]
 
     for block in (f"blocks.{i}" for i in range(depth)):
         qkv = linear(f"{block}.attn.qkv", norm(f"{block}.norm1", x))

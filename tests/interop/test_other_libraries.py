@@ -1,6 +1,7 @@
 """Weights against timm and transformers themselves, where they are installed: no other test needs
 PyTorch."""
 
+import functools
 import json
 import math
 
@@ -29,10 +30,18 @@ def randomized(theirs, seed=0):
     return theirs.eval()
 
 
-def logits_of(theirs, **options):
+def tensor(pixels):
+    return torch.from_numpy(pixels.transpose(0, 3, 1, 2))
+
+
+def logits_of(theirs, pixels=None, **options):
     with torch.no_grad():
-        found = theirs(torch.from_numpy(images().transpose(0, 3, 1, 2)), **options)
+        found = theirs(tensor(images() if pixels is None else pixels), **options)
     return getattr(found, "logits", found).numpy()
+
+
+def check_report(report):
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
 def save(theirs, path):
@@ -40,30 +49,33 @@ def save(theirs, path):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "own"),
     [
-        {},
-        dict(init_values=0.5, no_embed_class=True),
-        dict(global_pool="avg", class_token=False, fc_norm=False),
-        dict(global_pool="avg", class_token=False, reg_tokens=4, no_embed_class=True),
+        ({}, {}),
+        (dict(init_values=0.5, no_embed_class=True), {}),  # as DeiT III
+        (dict(global_pool="avg", class_token=False, fc_norm=False), dict(pooling="mean")),
+        (
+            dict(global_pool="avg", class_token=False, reg_tokens=4, no_embed_class=True),
+            dict(pooling="mean", registers=4, fc_norm=True),
+        ),
+        ({}, dict(distilled=True)),
     ],
-    ids=["plain", "DeiT III", "mean", "registers"],
 )
-def test_timm_both_ways(options, tmp_path):
+def test_timm_both_ways(options, own, tmp_path):
     timm = pytest.importorskip("timm")
-    make_theirs = lambda **o: timm.models.vision_transformer.VisionTransformer(**TIMM_SIZES, **o)
-    theirs = randomized(make_theirs(**options))
+    kind = timm.models.vision_transformer.VisionTransformer
+    if "distilled" in own:
+        kind = timm.models.deit.VisionTransformerDistilled
+    theirs = randomized(kind(**TIMM_SIZES, **options))
     save(theirs, tmp_path / "timm.safetensors")
-    own = dict(pooling="mean") if "global_pool" in options else {}
-    own |= dict(registers=4, fc_norm=True) if "reg_tokens" in options else {}
-    model = make(**own)
+    model, ours = make(**own), make(seed=3, **own)
     assert load(model, tmp_path / "timm.safetensors") == ()
     close(model(images()), logits_of(theirs))
-    interop.save_weights(make(seed=3, **own), tmp_path / "ours.safetensors", names="timm")
+    interop.save_weights(ours, tmp_path / "ours.safetensors", names="timm")
     unwritten = () if "reg_tokens" in options else ("init_values", "no_embed_class")
-    plain = make_theirs(**{n: v for n, v in options.items() if n not in unwritten})
+    plain = kind(**TIMM_SIZES, **{n: v for n, v in options.items() if n not in unwritten})
     plain.load_state_dict(safetensors_torch.load_file(tmp_path / "ours.safetensors"))
-    close(make(seed=3, **own)(images()), logits_of(plain.eval()))
+    close(ours(images()), logits_of(plain.eval()))
 
 
 def test_every_plain_architecture_of_timm_is_what_its_name_is_taken_for():
@@ -86,25 +98,11 @@ def test_every_plain_architecture_of_timm_is_what_its_name_is_taken_for():
         assert {"token": "cls", "avg": "mean"}[theirs.global_pool] == found.pooling, name
 
 
-def test_what_timm_saves_is_read_with_its_own_configuration(tmp_path):
-    timm = pytest.importorskip("timm")
-    theirs = randomized(timm.create_model("vit_tiny_patch16_224", **TIMM_SIZES))
-    timm.models.save_for_hf(theirs, tmp_path, safe_serialization=True)
-    assert "model_args" in json.loads((tmp_path / "config.json").read_text())
-    model = make()
-    assert interop.load_weights(model, tmp_path / "model.safetensors") == ()
-    close(model(images()), logits_of(theirs))
-    with pytest.raises(ValueError, match="number of heads is 2"):
-        interop.load_weights(make(num_heads=2), tmp_path / "model.safetensors")
-
-
 def vit(**options):
     transformers = pytest.importorskip("transformers")
-    sizes = dict(
-        image_size=12, patch_size=3, hidden_size=16, num_hidden_layers=2, num_attention_heads=4
-    )
-    config = transformers.ViTConfig(**sizes | dict(intermediate_size=64, num_labels=5) | options)
-    return transformers.ViTForImageClassification(config)
+    sizes = dict(image_size=12, patch_size=3, hidden_size=16, intermediate_size=64, num_labels=5)
+    sizes |= dict(num_hidden_layers=2, num_attention_heads=4)
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes | options))
 
 
 HUGGING_FACE_FIELDS = "image_size patch_size hidden_size num_hidden_layers num_attention_heads"
@@ -121,15 +119,13 @@ def deit_config():
 def test_hugging_face_both_ways(epsilon, tmp_path):
     theirs = randomized(vit(layer_norm_eps=epsilon))
     theirs.save_pretrained(tmp_path)
-    model = make(norm_epsilon=epsilon)
+    model, ours = make(norm_epsilon=epsilon), make(seed=3, norm_epsilon=epsilon)
     assert interop.load_weights(model, tmp_path / "model.safetensors") == ()
     close(model(images()), logits_of(theirs))
-    interop.save_weights(
-        make(seed=3, norm_epsilon=epsilon), tmp_path / "model.safetensors", names="hugging_face"
-    )
+    interop.save_weights(ours, tmp_path / "model.safetensors", names="hugging_face")
     again, report = type(theirs).from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    close(make(seed=3, norm_epsilon=epsilon)(images()), logits_of(again.eval()))
+    check_report(report)
+    close(ours(images()), logits_of(again.eval()))
 
 
 def test_the_state_of_transformers_both_ways(tmp_path):
@@ -147,38 +143,23 @@ def test_the_state_of_transformers_both_ways(tmp_path):
     close(make(seed=3)(images()), logits_of(theirs))
 
 
-def test_distilled_models_of_timm_both_ways(tmp_path):
-    timm = pytest.importorskip("timm")
-    theirs = randomized(timm.models.deit.VisionTransformerDistilled(**TIMM_SIZES))
-    save(theirs, tmp_path / "timm.safetensors")
-    model = make(distilled=True)
-    assert load(model, tmp_path / "timm.safetensors") == ()
-    close(model(images()), logits_of(theirs))
-    interop.save_weights(make(seed=3, distilled=True), tmp_path / "ours.safetensors", names="timm")
-    theirs.load_state_dict(safetensors_torch.load_file(tmp_path / "ours.safetensors"))
-    close(make(seed=3, distilled=True)(images()), logits_of(theirs))
-
-
 def test_distilled_models_of_hugging_face_both_ways(tmp_path):
     transformers = pytest.importorskip("transformers")
     theirs = randomized(transformers.DeiTForImageClassificationWithTeacher(deit_config()))
     theirs.save_pretrained(tmp_path)
     save(theirs, tmp_path / "raw.safetensors")
-    pixels = torch.from_numpy(images().transpose(0, 3, 1, 2))
     with torch.no_grad():
-        both = theirs(pixels)
+        both = theirs(tensor(images()))
+    model, ours = make(distilled=True), make(seed=3, distilled=True)
     for name in ("model", "raw"):
-        model = make(distilled=True)
         assert interop.load_weights(model, tmp_path / f"{name}.safetensors") == ()
         close(model(images()), both.logits.numpy())
         close(model.heads(images())[:, 0], both.cls_logits.numpy())
         close(model.heads(images())[:, 1], both.distillation_logits.numpy())
-    interop.save_weights(
-        make(seed=3, distilled=True), tmp_path / "model.safetensors", names="hugging_face"
-    )
+    interop.save_weights(ours, tmp_path / "model.safetensors", names="hugging_face")
     again, report = type(theirs).from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    close(make(seed=3, distilled=True)(images()), logits_of(again.eval()))
+    check_report(report)
+    close(ours(images()), logits_of(again.eval()))
 
 
 @pytest.mark.parametrize("distilled", [False, True])
@@ -206,41 +187,30 @@ GRIDS = [((old, old), (new, new)) for old, new in SQUARES]
 GRIDS += [((4, 4), (2, 8)), ((2, 8), (4, 16)), ((3, 5), (5, 3)), ((8, 4), (1, 1)), ((1, 6), (4, 2))]
 
 
+@pytest.mark.parametrize("like", ["timm", "torch"])
 @pytest.mark.parametrize(("old", "new"), GRIDS)
-def test_positions_are_resized_as_timm_resizes_them(old, new):
-    from timm.layers import resample_abs_pos_embed
-
+def test_positions_are_resized_as_others_resize_them(old, new, like):
+    """timm, and torch as DeiT calls it."""
     embedding = np.random.default_rng(0).normal(size=(1, 1 + math.prod(old), 6)).astype(np.float32)
-    expected = resample_abs_pos_embed(torch.from_numpy(embedding), list(new), list(old)).numpy()
-    np.testing.assert_allclose(
-        resize_positions(embedding, old, new, prefix_tokens=1, like="timm"), expected, atol=1e-5
-    )
-
-
-@pytest.mark.parametrize(("old", "new"), GRIDS)
-def test_positions_are_resized_as_torch_and_deit_resize_them(old, new):
-    embedding = np.random.default_rng(0).normal(size=(1, 1 + math.prod(old), 6)).astype(np.float32)
-    grid = torch.from_numpy(embedding[:, 1:].reshape(1, *old, 6)).permute(0, 3, 1, 2)
-    resized = torch.nn.functional.interpolate(grid, size=new, mode="bicubic", align_corners=False)
-    expected = np.concatenate(
-        [embedding[:, :1], resized.permute(0, 2, 3, 1).reshape(1, -1, 6).numpy()], axis=1
-    )
-    np.testing.assert_allclose(
-        resize_positions(embedding, old, new, prefix_tokens=1, like="torch"), expected, atol=1e-5
-    )
+    if like == "timm":
+        resample = pytest.importorskip("timm").layers.resample_abs_pos_embed
+        expected = resample(torch.from_numpy(embedding), list(new), list(old)).numpy()
+    else:
+        grid = tensor(embedding[:, 1:].reshape(1, *old, 6))
+        grid = torch.nn.functional.interpolate(grid, size=new, mode="bicubic", align_corners=False)
+        resized = grid.permute(0, 2, 3, 1).reshape(1, -1, 6).numpy()
+        expected = np.concatenate([embedding[:, :1], resized], axis=1)
+    found = resize_positions(embedding, old, new, prefix_tokens=1, like=like)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_a_smaller_grid_gives_what_interpolate_pos_encoding_gives(tmp_path):
-    """A file of Hugging Face at 12 pixels, in a model for 6: their own logits of images of 6
-    pixels."""
+    """A file of Hugging Face at 12 pixels, in a model for 6: their own logits of 6 pixels."""
     theirs = randomized(vit(layer_norm_eps=1e-6))
     theirs.save_pretrained(tmp_path)
-    model = make(image_size=6)
+    model, small = make(image_size=6), images(side=6)
     assert interop.load_weights(model, tmp_path / "model.safetensors") == ()
-    small = images(side=6)
-    with torch.no_grad():
-        pixels = torch.from_numpy(small.transpose(0, 3, 1, 2))
-        close(model(small), theirs(pixels, interpolate_pos_encoding=True).logits.numpy())
+    close(model(small), logits_of(theirs, small, interpolate_pos_encoding=True))
 
 
 def test_parts_and_a_model_without_a_classifier_as_transformers_saves_them(tmp_path):
@@ -248,34 +218,34 @@ def test_parts_and_a_model_without_a_classifier_as_transformers_saves_them(tmp_p
     theirs = randomized(vit(layer_norm_eps=1e-6))
     theirs.save_pretrained(tmp_path / "parts", max_shard_size="10KB")
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
-    model = make()
+    model, bare = make(), make(seed=1)
     assert interop.load_weights(model, tmp_path / "parts") == ()
     close(model(images()), logits_of(theirs))
-    bare = transformers.ViTModel(theirs.config)
-    bare.load_state_dict(theirs.vit.state_dict(), strict=False)
-    bare.save_pretrained(tmp_path / "bare")
-    bare = make(seed=1)
+    saved = transformers.ViTModel(theirs.config)
+    saved.load_state_dict(theirs.vit.state_dict(), strict=False)
+    saved.save_pretrained(tmp_path / "bare")
     assert interop.load_weights(bare, tmp_path / "bare") == ("head.bias", "head.kernel")
     bare.head.kernel[...], bare.head.bias[...] = model.head.kernel[...], model.head.bias[...]
     close(bare(images()), logits_of(theirs))
 
 
 @pytest.mark.parametrize(
-    "options", [dict(qkv_bias=False), dict(in_chans=1), dict(img_size=(12, 24))]
+    "options", [{}, dict(qkv_bias=False), dict(in_chans=1), dict(img_size=(12, 24))]
 )
-def test_what_timm_saves_of_another_kind(options, tmp_path):
+def test_what_timm_saves_is_read_with_its_own_configuration(options, tmp_path):
     timm = pytest.importorskip("timm")
     theirs = randomized(timm.create_model("vit_tiny_patch16_224", **TIMM_SIZES | options))
     timm.models.save_for_hf(theirs, tmp_path, safe_serialization=True)
-    channels = options.get("in_chans", 3)
-    height, width = options.get("img_size", (12, 12))
-    model = make(channels=channels, image_size=(height, width))
+    assert "model_args" in json.loads((tmp_path / "config.json").read_text())
+    channels, shape = options.get("in_chans", 3), options.get("img_size", (12, 12))
+    make_own = functools.partial(make, channels=channels, image_size=shape)
+    model = make_own()
     assert interop.load_weights(model, tmp_path) == ()
-    pictures = np.random.default_rng(1).normal(size=(2, height, width, channels)).astype("f")
-    with torch.no_grad():
-        expected = theirs(torch.from_numpy(pictures.transpose(0, 3, 1, 2))).numpy()
-    close(model(pictures), expected)
+    pictures = np.random.default_rng(1).normal(size=(2, *shape, channels)).astype("f")
+    close(model(pictures), logits_of(theirs, pictures))
     assert interop.read_statistics(tmp_path) is not None
+    with pytest.raises(ValueError, match="number of heads is 2"):
+        interop.load_weights(make_own(num_heads=2), tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -284,18 +254,15 @@ def test_what_timm_saves_of_another_kind(options, tmp_path):
 )
 def test_a_folder_is_what_auto_model_loads(distilled, options, tmp_path):
     transformers = pytest.importorskip("transformers")
-    model = make(seed=3, distilled=distilled, **options)
-    names = ["a", "b", "c", "ü", "e"]
-    interop.save_folder(
-        model, tmp_path, label_names=names, mean=[0.5] * 3, std=[0.25] * 3, crop_ratio=0.875
-    )
+    model, names = make(seed=3, distilled=distilled, **options), ["a", "b", "c", "ü", "e"]
+    told = dict(label_names=names, mean=[0.5] * 3, std=[0.25] * 3, crop_ratio=0.875)
+    interop.save_folder(model, tmp_path, **told)
     theirs, report = transformers.AutoModelForImageClassification.from_pretrained(
         tmp_path, output_loading_info=True
     )
-    assert type(theirs).__name__ == (
-        "DeiTForImageClassificationWithTeacher" if distilled else "ViTForImageClassification"
-    )
-    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    kind = "DeiTForImageClassificationWithTeacher" if distilled else "ViTForImageClassification"
+    assert type(theirs).__name__ == kind
+    check_report(report)
     assert [theirs.config.id2label[index] for index in range(5)] == names
     close(model(images()), logits_of(theirs.eval()))
     again = make(distilled=distilled, **options)

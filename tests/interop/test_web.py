@@ -75,9 +75,9 @@ def exact(name, model, images):
 def networks():
     models = {name: make(**SIZES | options) for name, options in FLOAT.items()}
     inputs = normal(digits(), np.float32)
-    for name in ALL.keys() - FLOAT:
-        few = quantized.quantize_model(models[FEW[name]], inputs, bits=int(name[0]))
-        models[name] = few
+    few = {name: FEW[name] for name in ALL.keys() - FLOAT}
+    for name, whole in few.items():
+        models[name] = quantized.quantize_model(models[whole], inputs, bits=int(name[0]))
     return {name: models[name] for name in ALL}
 
 
@@ -89,10 +89,9 @@ def page(networks, tmp_path_factory):
 
 
 def save(networks, path, **options):
-    images = digits()
     told = dict(title="<b> & ten", mean=MEAN, std=STD, label_names=list("0123456789"))
-    examples = {str(label): image for label, image in enumerate(images)}
-    interop.save_web(networks, path, **told | dict(examples=examples) | options)
+    told["examples"] = {str(label): image for label, image in enumerate(digits())}
+    interop.save_web(networks, path, **told | options)
 
 
 def data_of(page):
@@ -142,9 +141,9 @@ def test_node_computes_what_float64_does(page, networks):
 
 @pytest.mark.slow
 def test_damaged_weights_are_refused(page, tmp_path):
-    text = page.read_text()
-    places = np.random.default_rng(0).integers(0, 4000, 20)
-    for number, place in enumerate(places):
+    text, damaged = page.read_text(), tmp_path / "web.html"
+    scripts = text[text.index('<script id="network">') :]
+    for number, place in enumerate(np.random.default_rng(0).integers(0, 4000, 20)):
         found = data_of(text)
         network = found["networks"][number % len(found["networks"])]
         weights = bytearray(base64.b64decode(network["weights"]))
@@ -152,16 +151,11 @@ def test_damaged_weights_are_refused(page, tmp_path):
         if number in (7, 8):  # bits
             del weights[-4:]
         network["weights"] = base64.b64encode(weights).decode()
-        found["networks"] = [network]
-        damaged = tmp_path / "web.html"
-        damaged.write_text(f'type="application/json">{json.dumps(found)}</script>{scripts(text)}')
+        told = json.dumps(found | {"networks": [network]})
+        damaged.write_text(f'type="application/json">{told}</script>{scripts}')
         done = run_node(damaged)
         assert (done.returncode, done.stdout) == (1, ""), network["name"]
         assert re.match("expected .*, got (damaged ones|others)\n$", done.stderr), done.stderr
-
-
-def scripts(text):
-    return text[text.index('<script id="network">') :]
 
 
 DRAWN = """(async () => {
@@ -236,15 +230,11 @@ def test_photographs_are_resized_for_networks_of_colours(tmp_path):
     np.testing.assert_allclose(logits, widened(model, given)[0][0], atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(distilled=True),
-        dict(norm_position="post"),
-        dict(score="additive", score_options={"layer_norm": True}),
-        ADDER | dict(adder_options={"bits": 4}),
-    ],
-)
+OTHERS = [dict(distilled=True), dict(norm_position="post"), ADDER | dict(adder_options={"bits": 4})]
+OTHERS += [dict(score="additive", score_options={"layer_norm": True})]
+
+
+@pytest.mark.parametrize("options", OTHERS)
 def test_other_networks_are_refused(options, tmp_path):
     with pytest.raises(ValueError, match="expected a vision transformer with norms .*; export a"):
         save({"it": make(**SIZES | options)}, tmp_path / "web.html")
@@ -253,7 +243,6 @@ def test_other_networks_are_refused(options, tmp_path):
 
 def test_the_page_of_the_docs_is_of_this_template():
     page = (ROOT / "docs/play/digits.html").read_text()
-    parts = re.split("<!-- \\w+ -->", (ROOT / "adder_flax/interop/web.html").read_text())
-    for part in parts:
+    for part in re.split("<!-- \\w+ -->", (ROOT / "adder_flax/interop/web.html").read_text()):
         assert part in page, "run python docs/play.py"
     assert len(data_of(page)["networks"]) == 7

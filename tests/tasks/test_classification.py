@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from adder_flax import training
 from adder_flax.experiments import common
 from adder_flax.settings import ClassificationSettings, RunSettings, SettingsError, defaults, read
 from adder_flax.tasks import TASKS, call_to_train
@@ -21,25 +20,14 @@ LOGITS = np.random.default_rng(0).normal(0, 2, (3, 4))
 TARGETS = np.array([[0, 1, 0, 0], [0.3, 0, 0, 0.7], [0, 0, 1, 0]], np.float32)
 
 
-OFF = ("mixup_alpha", "cutmix_alpha", "erase_probability", "flip_probability")
-STILL = {f"task.{name}": 0.0 for name in OFF} | {"task.resized_crop_scale": ()}
-STILL |= {"num_epochs": 6.0, "model.layer_scale": 1.0, "model.width": 32}
-
-
-class Fixed(nnx.Module):
-    """A model that says the same of every batch."""
-
-    def __call__(self, images, **_):
-        return jnp.asarray(LOGITS, jnp.float32)
-
-
 def task(loss):
     return TASKS.get("classification")(ClassificationSettings(loss=loss, label_smoothing=0.0), None)
 
 
 def outcome(loss):
+    says_the_same = lambda images, **_: jnp.asarray(LOGITS, jnp.float32)
     images = jnp.zeros((len(TARGETS), 2, 2, 1))
-    return task(loss).loss(Fixed(), (images, jnp.asarray(TARGETS)), rngs=nnx.Rngs(0))
+    return task(loss).loss(says_the_same, (images, jnp.asarray(TARGETS)), rngs=nnx.Rngs(0))
 
 
 def by_formula(loss, logits=LOGITS):
@@ -47,27 +35,6 @@ def by_formula(loss, logits=LOGITS):
         return -(TARGETS * (logits - np.log(np.exp(logits).sum(-1, keepdims=True)))).sum(-1).mean()
     probability = 1 / (1 + np.exp(-logits))
     return -np.log(np.where(TARGETS > 0, probability, 1 - probability)).mean()
-
-
-class Around(nnx.Module):
-    """Hands on whatever it is called with."""
-
-    def __call__(self, images, **options):
-        return options
-
-
-def test_a_model_that_hands_on_what_it_is_called_with_trains():
-    rngs = nnx.Rngs(0)
-    assert call_to_train(Around(), None, rngs=rngs) == {"deterministic": False, "rngs": rngs}
-    layers = nnx.Sequential(nnx.Linear(2, 2, rngs=rngs), nnx.Dropout(0.5))
-    assert (call_to_train(layers, jnp.ones((9, 2)), rngs=rngs) == 0).any()
-
-
-def sigmoid_config(**fields):
-    config = common.deit("multiplicative", "tiny")
-    own = {"task.loss": "sigmoid", "task.label_smoothing": 0.0, "model.layer_scale": 0.1}
-    config.update_from_flattened_dict(TINY | own | fields)
-    return config
 
 
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
@@ -90,34 +57,27 @@ def test_the_curvature_of_the_sigmoid_loss_is_its_hessian():
     np.testing.assert_allclose(np.square(columns[0, ..., 0]), second, rtol=1e-4, atol=1e-8)
 
 
-@pytest.mark.parametrize("optimizer", ["lamb", "kfac"])
-@pytest.mark.slow
-def test_a_batch_is_learned_by_heart(optimizer):
-    rates = {"optimizer.learning_rate": 0.01, "optimizer.kfac.learning_rate": 0.3}
-    rates["optimizer.kfac.step"] = "share"
-    run = training.build_run(sigmoid_config(**STILL | rates | {"optimizer.name": optimizer}))
-    state, losses = run.init(), []
-    for _ in range(250):
-        state, metrics = run.train_step(state, run.train_source.first(32), run.hyper)
-        losses.append(float(metrics["loss"]))
-    assert losses[0] > 0.6  # ln 2 where nothing is known
-    assert losses[-1] < 0.25  # 0.325 where it is known that there are ten classes
-
-
-def test_smoothing_and_a_teacher_are_refused_with_it():
-    said = r"label_smoothing: expected 0 with .*loss='sigmoid'.*got 0.1"
-    with pytest.raises(SettingsError, match=said):
-        read(RunSettings, sigmoid_config(**{"task.label_smoothing": 0.1}))
-    config = sigmoid_config()
-    own = {"teacher": "somewhere", "loss": "sigmoid"}
-    config.task = ConfigDict(defaults(DistillationSettings) | own)
-    config.task.label_smoothing = 0.0
-    with pytest.raises(SettingsError, match="loss: expected 'softmax'.*got 'sigmoid'"):
-        read(RunSettings, config)
-
-
 def test_a_tie_with_a_wrong_class_and_nan_are_no_hits():
     nan, none = float("nan"), [False] * 3
     logits = jnp.array([[2.0, 2.0, 1.0], [2.0, 2.0, 1.0], [nan, 2.0, 1.0], [2.0, nan, 1.0], none])
     right = jnp.array([[1, 0, 1], [1, 1, 0], [1, 0, 0], [1, 0, 0], none], bool)
     assert is_any_label(logits, right).tolist() == [False, True, False, False, False]
+
+
+def test_a_model_that_hands_on_what_it_is_called_with_trains():
+    rngs, hands_on = nnx.Rngs(0), lambda images, **options: options
+    assert call_to_train(hands_on, None, rngs=rngs) == {"deterministic": False, "rngs": rngs}
+    layers = nnx.Sequential(nnx.Linear(2, 2, rngs=rngs), nnx.Dropout(0.5))
+    assert (call_to_train(layers, jnp.ones((9, 2)), rngs=rngs) == 0).any()
+
+
+def test_smoothing_and_a_teacher_are_refused_with_the_sigmoid_loss():
+    config = common.deit("multiplicative", "tiny")
+    config.update_from_flattened_dict(TINY | {"task.loss": "sigmoid", "task.label_smoothing": 0.1})
+    said = r"label_smoothing: expected 0 with .*loss='sigmoid'.*got 0.1"
+    with pytest.raises(SettingsError, match=said):
+        read(RunSettings, config)
+    own = {"teacher": "somewhere", "loss": "sigmoid", "label_smoothing": 0.0}
+    config.task = ConfigDict(defaults(DistillationSettings) | own)
+    with pytest.raises(SettingsError, match="loss: expected 'softmax'.*got 'sigmoid'"):
+        read(RunSettings, config)
