@@ -1,7 +1,5 @@
 """One page over several comparisons."""
 
-import csv
-
 import numpy as np
 import pytest
 
@@ -16,20 +14,15 @@ def write_runs(tmp_path):
     def write(name, arms, score="accuracy", seconds=None):
         folder = tmp_path / name
         folder.mkdir()
-        with (folder / "runs.csv").open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["optimizer", "seed", f"test_{score}", "steps", "steps_to_target"])
-            for arm, runs in arms.items():
-                writer.writerows([arm, seed, x, 170, at] for seed, (x, at) in enumerate(runs))
+        rows = [f"optimizer,seed,test_{score},steps,steps_to_target"]
+        for arm, runs in arms.items():
+            rows += [f"{arm},{seed},{x},170,{at}" for seed, (x, at) in enumerate(runs)]
+        (folder / "runs.csv").write_text("\n".join(rows))
         if seconds is not None:
-            with (folder / across.TIMING).open("w", newline="") as file:
-                writer = csv.writer(file)
-                writer.writerow(["arm", "step_seconds", "machine", "timed"])
-                writer.writerows(
-                    [arm, second, machine, "today"]
-                    for machine, of_machine in seconds.items()
-                    for arm, second in of_machine.items()
-                )
+            rows = ["arm,step_seconds,machine,timed"]
+            for machine, arms in seconds.items():
+                rows += [f"{arm},{second},{machine},today" for arm, second in arms.items()]
+            (folder / across.TIMING).write_text("\n".join(rows))
         return folder
 
     return write
@@ -89,12 +82,10 @@ def test_tables_over_two_comparisons(write_runs, tmp_path):
 
 def test_seconds_of_each_machine(write_runs, tmp_path):
     """A comparison may be timed on several machines, and on each of them not every one."""
-    arms = {"adam": ADAM, "muon": MUON}
+    arms, timed = {"adam": ADAM, "muon": MUON}, lambda muon: {"adam": 0.1, "muon": muon}
     folders = [
-        write_runs("a", arms, seconds={"old": {"adam": 0.1, "muon": 0.2}}),
-        write_runs(
-            "b", arms, seconds={m: {"adam": 0.1, "muon": x} for m, x in (("old", 0.5), ("new", 1))}
-        ),
+        write_runs("a", arms, seconds={"old": timed(0.2)}),
+        write_runs("b", arms, seconds={"old": timed(0.5), "new": timed(1)}),
     ]
     page = across.write_across(folders, tmp_path / "out", "All").read_text()
     old, new = (lines_of(page, f"Seconds to the target on {name}") for name in ("old", "new"))
@@ -118,8 +109,6 @@ def test_scores_are_the_area_below_the_profiles():
 
 
 def test_what_cannot_be_read_is_named(write_runs, tmp_path, capsys):
-    with pytest.raises(FileNotFoundError, match=r"runs\.csv, found none"):
-        across.write_across([tmp_path], tmp_path / "out", "All")
     with pytest.raises(ValueError, match="expected final runs in .*, got none"):
         across.write_across([write_runs("empty", {})], tmp_path / "out", "All")
     wrong = write_runs("wrong", {"adam": [("high", 3)]})

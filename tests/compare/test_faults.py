@@ -21,32 +21,18 @@ def get_config():
     factors = {"arm": {"dot": {}, "additive": {"model": {"score": "additive"}}}}
     search = {"optimizer": {"learning_rate": ("log", 1e-3, 1e-2)}}
     base = {"num_epochs": 1.0, "checkpoint_every_steps": 5}
-    return make_config(
-        factors=factors,
-        baseline={"arm": "dot"},
-        search=search,
-        trials=2,
-        extensions=1,
-        seeds=2,
-        base=base,
-    )
+    tuning = dict(search=search, trials=2, extensions=1)
+    return make_config(factors=factors, baseline={"arm": "dot"}, seeds=2, base=base, **tuning)
 """
-
-
 # Of a record, what takes no time.
 _COMPUTED = ("validation", "test", "curve", "steps", "values", "diverged")
 
 
 def _start(workdir, *flags, stdout=subprocess.PIPE):
-    command = [
-        sys.executable,
-        "-u",
-        ROOT / "main.py",
-        "--mode=compare",
-        f"--config={workdir.parent / 'x.py'}",
-    ]
+    (workdir.parent / "x.py").write_text(EXPERIMENT)
+    given = f"--config={workdir.parent / 'x.py'}", f"--workdir={workdir}"
     return subprocess.Popen(
-        [*map(str, command), f"--workdir={workdir}", *flags],
+        [sys.executable, "-u", str(ROOT / "main.py"), "--mode=compare", *given, *flags],
         env=simulated_devices(1) | {"PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         stdout=stdout,
@@ -63,24 +49,19 @@ def _finish(workdir, *flags):
     return output
 
 
-def numbers(workdir):
-    """All that records say but for what takes time."""
+def computed(workdir):
+    """All that records say but for what takes time; tables of scores and of what was tuned."""
     _, records = read_packed(workdir / "results" / NAME)
-    return {name: {field: record[field] for field in _COMPUTED} for name, record in records.items()}
-
-
-def _tables(workdir):
-    """The scores and what was tuned, as written."""
     text = (workdir / "results" / "results.md").read_text()
-    return re.findall(r"## (?:Test accuracy|What was tuned)\n\n.*?(?=\n## )", text, re.DOTALL)
+    tables = re.findall(r"## (?:Test accuracy|What was tuned)\n\n.*?(?=\n## )", text, re.DOTALL)
+    return {name: [record[f] for f in _COMPUTED] for name, record in records.items()}, tables
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("alone")
-    (folder / "x.py").write_text(EXPERIMENT)
-    _finish(folder / "run")
-    return folder / "run"
+    workdir = tmp_path_factory.mktemp("alone") / "run"
+    _finish(workdir)
+    return workdir
 
 
 @pytest.mark.slow
@@ -90,7 +71,6 @@ def test_kills_at_random_moments_leave_the_tables_as_they_are(workers, alone, tm
     of a checkpoint, of an evaluation, of what begins or ends a cell. One that has passed when the
     runner is up again is a moment of its start. A runner that is faster than a moment has ended
     well, and most are not."""
-    (tmp_path / "x.py").write_text(EXPERIMENT)
     draw, steps = random.Random(workers), steps_done(alone)
     assert steps > 100
     kills = 0
@@ -108,8 +88,7 @@ def test_kills_at_random_moments_leave_the_tables_as_they_are(workers, alone, tm
             assert process.returncode == 0
     assert kills > 5
     assert "0 cells left" in _finish(tmp_path / "run", f"--workers={workers}")
-    assert numbers(tmp_path / "run") == numbers(alone)
-    assert _tables(tmp_path / "run") == _tables(alone)
+    assert computed(tmp_path / "run") == computed(alone)
 
 
 def steps_done(workdir):
@@ -134,7 +113,6 @@ def _kill(process, draw, workers):
 
 @pytest.mark.slow
 def test_an_interrupt_stops_workers_at_a_step_that_is_saved(alone, tmp_path):
-    (tmp_path / "x.py").write_text(EXPERIMENT)
     process = _start(tmp_path / "run", "--workers=2")
     while steps_done(tmp_path / "run") < 0.3 * steps_done(alone):
         assert process.poll() is None
@@ -143,20 +121,16 @@ def test_an_interrupt_stops_workers_at_a_step_that_is_saved(alone, tmp_path):
     process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM
     _finish(tmp_path / "run", "--workers=2")
-    assert numbers(tmp_path / "run") == numbers(alone)
+    assert computed(tmp_path / "run") == computed(alone)
 
 
 @pytest.mark.slow
 def test_the_command_beside_a_row_gives_its_number(alone, tmp_path):
-    command = next(
-        line
-        for line in (alone / "results" / "results.md").read_text().splitlines()
-        if "additive-final" in line
-    )
+    lines = (alone / "results" / "results.md").read_text().splitlines()
+    command = next(line for line in lines if "additive-final" in line)
     file, _, name = re.search(r"--config=(\S+)", command)[1].partition("#")
     record = read_packed(file)[1][name]
     flags = [word for word in command.split()[2:] if not word.startswith("--workdir")]
     done = run_python("main.py", *flags, f"--workdir={tmp_path}")
-    assert f"test accuracy {record['test']['accuracy']:.4f} after" in done.stdout, (
-        done.stdout + done.stderr
-    )
+    said = f"test accuracy {record['test']['accuracy']:.4f} after"
+    assert said in done.stdout, done.stdout + done.stderr

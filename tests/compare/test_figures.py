@@ -28,18 +28,13 @@ def drawn(lines, **options):
 def test_a_forest_plot_shows_means_and_intervals():
     lines = [Line("dot"), Line("adder", 0.1, 0.06, 0.14), Line("bilinear", -0.02, -0.09, 0.05)]
     marks, intervals, columns, axes = drawn(lines)
-    assert {name: x for name, (x, *_) in marks.items()} == {
-        "dot": 0,
-        "adder": 0.1,
-        "bilinear": -0.02,
-    }
+    assert {name: x for name, (x, *_) in marks.items()} == dict(dot=0, adder=0.1, bilinear=-0.02)
     assert intervals == {"adder": (0.06, 0.14), "bilinear": (-0.09, 0.05)}
     assert columns["difference"].tolist() == [0.0, 0.1, -0.02]
     names = [label.get_text() for label in axes.get_yticklabels()]
     assert names == ["dot (baseline)", "adder", "bilinear"]
     low, high = axes.get_xlim()
-    assert low < -0.14
-    assert high > 0.14
+    assert low < -0.14 < 0.14 < high
     assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first arm is on top
     assert "better →" in axes.get_xlabel()
 

@@ -22,25 +22,22 @@ def one_level(fields):
     return {"factors": {"m": {"a": fields}}}
 
 
-SAID = "expected by factor and by level"
+def searched(value, group="optimizer", field="learning_rate"):
+    return {"factors": MECHANISMS, "search": {group: {field: value}}}
+
+
 MISTAKES = [
-    ({"factors": {}}, rf"config\.factors: {SAID}"),
-    ({"factors": {"mechanism": "dot"}}, rf"config\.factors: {SAID}"),
+    ({"factors": {}}, r"config\.factors: expected by factor and by level"),
+    ({"factors": {"mechanism": "dot"}}, r"config\.factors: expected by factor and by level"),
     (
         {"factors": MECHANISMS, "baseline": {"mechanism": "dott"}},
         "one of additive, dot, got 'dott'",
     ),
     ({"baseline": {"data": "digits"}}, r"config\.baseline: .* among mechanism, got 'data'"),
-    (
-        {"search": {"optimizer": {"learning_rate": ("log", 2, 1)}}},
-        r"config\.search: .*0 < low < high",
-    ),
-    ({"search": {"optimizer": {"learning_rate": 1e-2}}}, r"config\.search: expected"),
+    (searched(("log", 2, 1)), r"config\.search: .*0 < low < high"),
+    (searched(1e-2), r"config\.search: expected"),
     ({"search": {"seed": ("list", 1, 2)}}, "expected seed to be left to the comparison"),
-    (
-        {"factors": MECHANISMS, "search": {"model": {"score": ("list", "a", "b")}}},
-        "that no level sets",
-    ),
+    (searched(("list", "a", "b"), "model", "score"), "that no level sets"),
     (one_level({"model": {"scor": "dot"}}), r"config of a\.model: expected no field 'scor'"),
     (one_level({"model": {"width": 17}}), r"config of a\.model\.num_heads: expected .* 17"),
     ({"factors": {"m": {"a b": {}, "a_b": {}}}}, "of levels that differ in letters and digits"),
@@ -49,10 +46,7 @@ MISTAKES = [
     (one_level({"seed": ("list", 1, 2)}), "expected seed to be left to the comparison"),
     ({"seeds": 0}, r"config\.seeds: expected an integer from 1"),
     ({"validation_percent": 0}, r"config\.base\.data\.eval_split: expected the name of the split"),
-    (
-        {"base": {"data.train_split": "train[:50%]"}},
-        "config.base.data.train_split: expected a whole",
-    ),
+    ({"base": {"data.train_split": "train[:50%]"}}, "base.data.train_split: expected a whole"),
     (
         {"factors": {"m": {"a": {}, "b": {"num_epochs": 3.0}}}, "baseline": {"m": "a"}},
         r"num_epochs of 'b' to be 0\.2, that of 'a', as config\.match is 'steps', got 3\.0",
@@ -78,31 +72,32 @@ def test_arms_are_all_combinations_and_have_their_baselines():
     read(RunSettings, config)
 
 
+# (name, arms, data or other parts…)
+EXPERIMENTS = [
+    ("mechanisms", 6, None, "fashion_mnist", "cifar10"),
+    ("trained", 7, None),
+    ("trained", 5, "cifar10"),
+    ("trained", 2, "twice,digits"),
+    ("second_order", 7, None, "fashion_mnist", "cifar10"),
+    ("adder", 17, None, "cifar10"),
+    ("deit_tiny", 4, None),
+    ("sphere", 4, None),
+    ("g2p", 5, None),
+    ("curvature", 7, None),
+    ("default", 9, None),
+    ("healing", 2, None, "attention,cifar10"),
+    ("blocks", 7, "fashion_mnist"),
+    ("kfac", 12, None, "adder,digits"),
+    ("optimizers", 10, None, "adder,fashion_mnist", "autoencoder", "g2p"),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "data", "arms"),
-    [
-        *(("compare_mechanisms", data, 6) for data in (None, "fashion_mnist", "cifar10")),
-        ("compare_trained", None, 7),
-        ("compare_trained", "cifar10", 5),
-        ("compare_trained", "twice,digits", 2),
-        *(("compare_second_order", data, 7) for data in (None, "fashion_mnist", "cifar10")),
-        *(("compare_adder", data, 17) for data in (None, "cifar10")),
-        ("compare_deit_tiny", None, 4),
-        ("compare_sphere", None, 4),
-        ("compare_g2p", None, 5),
-        ("compare_curvature", None, 7),
-        ("compare_default", None, 9),
-        *(("compare_healing", parts, 2) for parts in (None, "attention,cifar10")),
-        ("compare_blocks", "fashion_mnist", 7),
-        *(("compare_kfac", work, 12) for work in (None, "adder,digits")),
-        *(
-            ("compare_optimizers", work, 10)
-            for work in (None, "adder,fashion_mnist", "autoencoder", "g2p")
-        ),
-    ],
+    ("name", "arms", "data"),
+    [(name, arms, data) for name, arms, *parts in EXPERIMENTS for data in parts],
 )
-def test_the_comparisons_among_the_experiments_can_be_read(name, data, arms):
-    plan = Plan(importlib.import_module(f"experiments.{name}").get_config(data))
+def test_the_comparisons_among_the_experiments_can_be_read(name, arms, data):
+    plan = Plan(importlib.import_module(f"experiments.compare_{name}").get_config(data))
     configs = {str(plan.cell(arm, FINAL, 0, {}).config) for arm in plan.arms.values()}
     assert len(configs) == len(plan.arms) == arms
 
@@ -119,12 +114,9 @@ def test_arms_that_match_in_nothing_keep_their_own_schedules(tmp_path):
 
 def test_tuning_has_seeds_of_its_own():
     plan = Plan(make_config(factors=MECHANISMS, search=RATES, tuning_seeds=2))
-    cells = [
-        plan.cell(plan.arms["dot"], TUNING, seed, {"optimizer.learning_rate": 0.01})
-        for seed in plan.tuning_seeds
-    ]
-    finals = range(plan.settings.seeds)
-    assert not {cell.seed for cell in cells} & set(finals)
+    arm, values = plan.arms["dot"], {"optimizer.learning_rate": 0.01}
+    cells = [plan.cell(arm, TUNING, seed, values) for seed in plan.tuning_seeds]
+    assert not {cell.seed for cell in cells} & set(range(plan.settings.seeds))
     assert {cell.config.optimizer.learning_rate for cell in cells} == {0.01}
 
 
@@ -149,8 +141,8 @@ def test_a_level_can_have_a_space_of_its_own():
     shared = {"optimizer": {"weight_decay": ("log", 1e-3, 1e-1)}}
     plan = Plan(make_config(factors={"optimizer": levels}, search=shared))
     spaces = {name: set(arm.space) for name, arm in plan.arms.items()}
-    names = ("weight_decay", "learning_rate", "momentum")
-    decay, rate, momentum = (f"optimizer.{name}" for name in names)
+    decay, rate = "optimizer.weight_decay", "optimizer.learning_rate"
+    momentum = "optimizer.momentum"
     assert spaces == {"adamw": {decay, rate}, "sgd": {decay, momentum}}
     assert plan.searched == (decay, rate, momentum)
     cell = plan.cell(plan.arms["sgd"], FINAL, 0, {decay: 0.01, momentum: 0.5})
@@ -168,9 +160,7 @@ def test_what_a_cell_is_called_follows_from_what_it_computes():
     # A run may be resumed with another of the latter, but as a whole it has another end.
     for base in ({"batch_size": 16}, {"non_finite": "skip"}):
         assert name(plan) != name(Plan(make_config(factors=MECHANISMS, base=base)))
-
-
-def test_a_field_that_a_later_version_adds_leaves_names_as_they_are():
+    # A field that a later version adds leaves names as they are.
     fields = defaults(RunSettings)
     later = fields | {"seed": 3}
     earlier = {name: value for name, value in later.items() if name != "non_finite"}

@@ -67,13 +67,13 @@ def compare(folders: Sequence[Path]) -> None:
         pages = {p.with_suffix(""): p for s in ("ipynb", "md") for p in folder.rglob(f"*.{s}")}
         counts = [measure(text_of(page)) for page in pages.values()]
         words, cell, paragraph, pictures = map(list, zip(*counts, strict=True))
-        decile = statistics.quantiles(words, n=10)[-1]
-        middle, cell, paragraph = map(statistics.median, (words, cell, paragraph))
-        drawn = sum(map(bool, pictures)) / len(counts)
-        print(
-            f"{len(counts):5}  {middle:5.0f}  {decile:10.0f}  {cell:12.0f}  {paragraph:17.0f}  "
-            f"{drawn:13.0%}  {folder}"
+        decile, drawn = (
+            statistics.quantiles(words, n=10)[-1],
+            sum(map(bool, pictures)) / len(counts),
         )
+        words, cell, paragraph = map(statistics.median, (words, cell, paragraph))
+        told = f"{len(counts):5}  {words:5.0f}  {decile:10.0f}  {cell:12.0f}  {paragraph:17.0f}"
+        print(f"{told}  {drawn:13.0%}  {folder}")
 
 
 def main() -> None:

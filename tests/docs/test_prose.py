@@ -20,8 +20,7 @@ def test_the_ten_longest_pages_together():
 
 
 def test_pages_of_results_are_drawn():
-    names = ("results", "optimizers", "claims", "healing", "cg_fac_measured", "compiled")
-    for name in names:
+    for name in ("results", "optimizers", "claims", "healing", "cg_fac_measured", "compiled"):
         assert FOUND[ROOT / "docs" / f"{name}.md"].pictures, name
     for path in sorted((ROOT / "results").glob("*/results.md")):
         lines = [line for line in path.read_text().splitlines() if line]

@@ -23,27 +23,16 @@ def test_layer_norm_is_flax_layer_norm_and_lies_on_the_sphere():
     flax = nnx.LayerNorm(64, use_bias=False, use_scale=False, rngs=nnx.Rngs(0))(tokens)
     np.testing.assert_allclose(layer_norm(tokens), flax, atol=1e-5)
     np.testing.assert_allclose(relative_radius(layer_norm(tokens)), 1, atol=1e-6)
-
-
-def test_tiny_tokens_stay_inside_the_sphere():
-    tokens = 1e-3 * np.random.default_rng(0).standard_normal((5, 64))
-    variance = tokens.var(-1)
-    radius = np.sqrt(variance / (variance + 1e-6))
-    np.testing.assert_allclose(relative_radius(layer_norm(tokens)), radius)
+    tiny = 1e-3 * np.float64(tokens)  # inside of it
+    radius = np.sqrt(tiny.var(-1) / (tiny.var(-1) + 1e-6))
+    np.testing.assert_allclose(relative_radius(layer_norm(tiny)), radius)
 
 
 @pytest.mark.parametrize("width", [2, 17, 64])
-def test_gaussian_kernel_is_the_dot_product_map_on_the_sphere(width):
-    tokens = layer_norm(np.random.default_rng(0).standard_normal((3, 9, width)), epsilon=0.0)
-    expected = dot_product_map(tokens, tokens)
-    np.testing.assert_allclose(gaussian_kernel_map(tokens, tokens), expected, atol=1e-12)
-
-
-def test_keys_of_different_norms_break_the_identity_and_queries_do_not():
-    query, key = np.random.default_rng(0).standard_normal((2, 9, 16))
-    same_norm = key / np.linalg.norm(key, axis=-1, keepdims=True)
+def test_gaussian_kernel_is_the_dot_product_map_for_keys_on_a_sphere_alone(width):
+    query, key = np.random.default_rng(0).standard_normal((2, 9, width))
     apart = lambda *pair: total_variation(gaussian_kernel_map(*pair), dot_product_map(*pair))
-    assert apart(query, same_norm).max() < 1e-12
+    assert apart(query, layer_norm(key, epsilon=0.0)).max() < 1e-12
     assert apart(query, key).min() > 0.01
 
 
@@ -60,9 +49,12 @@ def path_of(steps):
     return np.concatenate([np.zeros_like(steps[:1]), np.cumsum(steps, 0)])
 
 
+def normal(*shape):
+    return np.random.default_rng(0).standard_normal(shape)
+
+
 def test_brownian_paths_pass():
-    steps = np.random.default_rng(0).standard_normal((12, 40, 25, 32))
-    result = brownian_test(path_of(steps))
+    result = brownian_test(path_of(normal(12, 40, 25, 32)))
     assert result.growth_exponent == pytest.approx(1, abs=0.02)
     np.testing.assert_allclose(result.displacement, np.arange(1, 13), rtol=0.03)
     assert abs(result.mean_correlation) < 0.01
@@ -70,22 +62,13 @@ def test_brownian_paths_pass():
     assert np.abs(result.excess_kurtosis).max() < 0.1
 
 
-def test_straight_paths_are_ballistic():
-    direction = np.random.default_rng(0).standard_normal((1, 500, 32))
-    result = brownian_test(path_of(np.repeat(direction, 6, 0)))
+def test_what_is_not_brownian_is_seen():
+    result = brownian_test(path_of(np.repeat(normal(1, 500, 32), 6, 0)))  # straight
     assert result.growth_exponent == pytest.approx(2)
     assert result.mean_correlation == pytest.approx(1)
     np.testing.assert_allclose(result.increment_correlation, 1)
-
-
-def test_a_drift_common_to_all_tokens_is_seen():
-    rng = np.random.default_rng(0)
-    drift = rng.standard_normal((6, 1, 32))
-    result = brownian_test(path_of(drift + np.zeros((6, 500, 32))))
-    assert result.shared_drift == pytest.approx(1)
-
-
-def test_heavy_tailed_steps_are_seen():
+    drift = path_of(normal(6, 1, 32) + np.zeros((6, 500, 32)))
+    assert brownian_test(drift).shared_drift == pytest.approx(1)
     steps = np.random.default_rng(0).laplace(size=(3, 4000, 8))
     np.testing.assert_allclose(brownian_test(path_of(steps)).excess_kurtosis, 3, atol=0.6)
 
@@ -117,10 +100,8 @@ def test_the_first_harmonic_shrinks_as_integration_over_the_circle_says():
 
 def test_correlation_is_that_of_numpy_place_by_place():
     tokens = np.random.default_rng(1).standard_normal((6, 3, 4)) + np.arange(3)[:, None]
-    squared = []
-    for place in range(3):
-        table = np.corrcoef(tokens[:, place].T) ** 2
-        squared += table[~np.eye(4, dtype=bool)].tolist()
+    tables = np.stack([np.corrcoef(tokens[:, place].T) ** 2 for place in range(3)])
+    squared = tables[:, ~np.eye(4, dtype=bool)]
     found, chance = component_correlation(tokens)
     np.testing.assert_allclose(found, np.mean(squared))
     assert chance == 1 / 5

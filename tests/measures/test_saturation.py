@@ -44,10 +44,7 @@ def test_additive_gradients_vanish_for_almost_every_draw_but_not_in_the_mean():
     # P(unit unsaturated) ~ 1/‖s‖ and its contribution ~ ‖s‖²: the mean square grows like ‖s‖.
     assert norms.additive_rms[2] > norms.additive_rms[1] > norms.additive_rms[0]
     np.testing.assert_allclose(norms.additive_layer_norm, norms.additive_layer_norm[0], rtol=1e-3)
-
-
-def test_scaling_keeps_the_softmax_alive():
-    norms = gradient_norms([1.0])
+    # Scaling keeps the softmax alive.
     assert norms.active[0] < 0.15
     assert norms.active_scaled[0] > 0.6
 
@@ -58,8 +55,7 @@ def test_entropy_falls_with_width_only_without_scaling():
         assert entropies[name][1] == pytest.approx(entropies[name][0], abs=0.1)
     for name in ("dot, unscaled", "adder, unscaled"):
         assert entropies[name][1] < 0.6 * entropies[name][0]
-    # Lower variance, flatter map; for normal logits of variance s² the entropy is near ln(n) −
-    # s²/2.
+    # Lower variance, flatter map: of normal logits of variance s² about ln(n) − s²/2.
     assert entropies["adder"][1] > entropies["adder, variance-matched"][1]
     expected = np.log(100) - 0.5 * 2 * (1 - 2 / np.pi)
     assert entropies["adder"][1] == pytest.approx(expected, abs=0.1)

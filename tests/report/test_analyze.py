@@ -58,15 +58,21 @@ def test_a_checkpoint_is_analysed_beside_a_baseline(reported, tmp_path, capsys):
     assert all(np.isfinite(step.ratio()) and np.isnan(step.second) for step in start + checkpoint)
 
 
-def test_a_baseline_has_to_be_a_run_on_the_same_data(reported, tmp_path):
-    config = common.deit("adder", "tiny")
-    fake = common.deit("adder", "tiny", "fake")
-    training.write_config(tmp_path / "fake", fake)
-    assert training.read_config(tmp_path / "fake") == fake
-    with pytest.raises(RunError, match="expected the directory of a run"):
-        modes.analyze(config, tmp_path, "last", tmp_path / "nothing")
-    with pytest.raises(RunError, match="expected a baseline on digits at 8 pixels, got fake at 32"):
-        modes.analyze(config, tmp_path, "last", tmp_path / "fake")
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        (None, "expected the directory of a run"),
+        ('{"data": {"name": "fake", "image_size": 32}}', "digits at 8 pixels, got fake at 32"),
+        # What it lacks is at its default: 224 pixels.
+        ("{}", "expected a baseline on digits at 8 pixels, got digits at 224"),
+        ('{"data": 3, "model": []}', r"baseline\.model: expected"),
+    ],
+)
+def test_a_baseline_has_to_be_a_run_on_the_same_data(stored, message, reported, tmp_path):
+    if stored:
+        (tmp_path / "config.json").write_text(stored)
+    with pytest.raises(RunError, match=message):
+        modes.analyze(common.deit("adder", "tiny"), tmp_path / "run", "last", tmp_path)
 
 
 def test_scores_that_are_no_probabilities_are_refused_before_anything_is_computed(
@@ -80,18 +86,3 @@ def test_scores_that_are_no_probabilities_are_refused_before_anything_is_compute
         with pytest.raises(RunError, match="rows of weights are probabilities, got 'gate'"):
             modes.analyze(config, tmp_path, "last")
     assert not reported
-
-
-@pytest.mark.parametrize(
-    ("stored", "message"),
-    [
-        # What it lacks is at its default: 224 pixels.
-        ("{}", "expected a baseline on digits at 8 pixels, got digits at 224"),
-        ('{"data": 3, "model": []}', r"baseline\.model: expected"),
-    ],
-)
-def test_a_baseline_whose_configuration_lacks_fields_is_one_message(stored, message, tmp_path):
-    (tmp_path / "config.json").write_text(stored)
-    config = common.deit("adder", "tiny")
-    with pytest.raises(RunError, match=message):
-        modes.analyze(config, tmp_path / "run", "last", tmp_path)

@@ -3,16 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from adder_flax.attention import capture_attention
 from adder_flax.models import VisionTransformer
 from adder_flax.report import capture
-from tests.report.small import SIZES
-
-
-def model_of(**options):
-    return VisionTransformer(rngs=nnx.Rngs(0), **SIZES, depth=2, **options)
+from tests.report.small import model_of
 
 
 @pytest.mark.parametrize(
@@ -41,14 +36,9 @@ def test_captured_blocks_reproduce_the_forward_pass(options):
     np.testing.assert_allclose(captured.path[1], seen.tokens)
 
 
-def test_capture_leaves_the_model_as_it_was():
-    model = model_of(remat=True)
-    capture(model, np.zeros((1, 8, 8, 1), np.float32))
+def test_capture_leaves_the_model_as_it_was_and_gives_arrays_that_linear_algebra_takes():
+    model = model_of(remat=True, dtype=jnp.bfloat16)
+    captured = capture(model, np.zeros((1, 8, 8, 1), np.float32))
     assert type(model) is VisionTransformer
     assert model.remat
-
-
-def test_bfloat16_models_give_arrays_that_linear_algebra_takes():
-    model = model_of(dtype=jnp.bfloat16)
-    captured = capture(model, np.zeros((1, 8, 8, 1), np.float32))
     assert captured.blocks[0].query.dtype == captured.path.dtype == np.float32

@@ -18,15 +18,12 @@ def make_run(tmp_path):
     def make(mechanism, seed, verdicts, accuracy=0.9, margins=(), data="digits", identity="auto"):
         workdir = tmp_path / f"{mechanism}{seed}{data}{identity}"
         (workdir / "report" / "figures").mkdir(parents=True)
-        rest = f"{mechanism} {seed}", "long", "curve", margins
-        rows = [
-            Claim(name, "paper, part 1", f"‖q|k‖ of {name} is so.", verdict, *rest)
-            for name, verdict in verdicts.items()
-        ]
         with (workdir / "report" / "claims.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Claim)])
             writer.writeheader()
-            writer.writerows(row.row() for row in rows)
+            for name, verdict in verdicts.items():
+                said = "paper, part 1", f"‖q|k‖ of {name} is so.", verdict, f"{mechanism} {seed}"
+                writer.writerow(Claim(name, *said, "long", "curve", margins).row())
         model = {"score": mechanism, "identity": identity, "depth": 12, "width": 192}
         config = {"seed": seed, "model": model, "data": {"name": data, "eval_split": "eval"}}
         (workdir / "config.json").write_text(json.dumps(config))
@@ -77,8 +74,7 @@ def test_claims_count_seeds_and_tell_mechanisms_apart(make_run):
 @pytest.mark.parametrize(
     ("margins", "verdict"),
     [
-        # Student's interval of n numbers by hand: mean ± t s/√n, t = 4.3027 of 2 degrees of
-        # freedom.
+        # Student's interval of n numbers: mean ± t s/√n, t = 4.3027 of 2 degrees of freedom.
         ([1.0, 1.1, 1.2], "holds (margin 0.852 to 1.35)"),
         ([-1.0, -1.1, -1.2], "does not hold (margin -1.35 to -0.852)"),
         ([1.0, 1.1, -0.5], "not decided (margin -1.69 to 2.76)"),
@@ -86,38 +82,32 @@ def test_claims_count_seeds_and_tell_mechanisms_apart(make_run):
     ],
 )
 def test_a_difference_is_decided_by_its_interval_over_the_seeds(make_run, margins, verdict):
-    runs = [
-        make_run("adder", seed, {"a": "holds"}, margins=(margin,))
-        for seed, margin in enumerate(margins)
-    ]
-    assert verdicts(runs) == {"adder": verdict}
+    make = lambda seed, margin: make_run("adder", seed, {"a": "holds"}, margins=(margin,))
+    assert verdicts([make(*given) for given in enumerate(margins)]) == {"adder": verdict}
 
 
 def test_a_difference_of_two_margins_needs_both(make_run):
-    second = {
-        "dot": lambda seed: 2.0 + seed / 9,
-        "additive": lambda seed: -2.0,
-        "bilinear": lambda seed: seed - 0.9,
-    }
+    second = {"dot": [2.0, 2.1, 2.2], "additive": [-2.0] * 3, "bilinear": [-0.9, 0.1, 1.1]}
     runs = [
-        make_run(name, seed, {"a": "holds"}, margins=(1.0 + seed / 9, margin(seed)))
-        for name, margin in second.items()
-        for seed in range(3)
+        make_run(name, seed, {"a": "holds"}, margins=(1.0 + seed / 9, margin))
+        for name, margins in second.items()
+        for seed, margin in enumerate(margins)
     ]
-    assert {name: said.partition(" (")[0] for name, said in verdicts(runs).items()} == {
-        "dot": "holds",
-        "additive": "holds",  # decided apart: its own report says what it is
-        "bilinear": "not decided",
-    }
+    dot, additive, bilinear = (said.partition(" (")[0] for said in verdicts(runs).values())
+    assert (dot, bilinear) == ("holds", "not decided")
+    assert additive == "holds"  # decided apart: its own report says what it is
 
 
-def test_data_sets_and_mechanisms_without_the_identity_are_told_apart(make_run, tmp_path):
+def test_seeds_data_sets_and_mechanisms_without_the_identity_are_told_apart(make_run, tmp_path):
     runs = [
         make_run("adder", 0, {"a": "holds"}),
         make_run("adder", 0, {"a": "holds"}, identity="off", data="fashion_mnist"),
         make_run("dot", 0, {"a": "does not hold"}, data="fashion_mnist"),
     ]
-    page = write_claims(runs, tmp_path / "docs" / "claims.md").read_text()
+    other = make_run("adder", 1, {"a": "does not hold"})
+    out = tmp_path / "docs" / "claims.md"
+    assert "**1 differ between seeds.**" in write_claims([runs[0], other], out).read_text()
+    page = write_claims(runs, out).read_text()
     head = "| adder on digits | adder without identity on fashion_mnist | dot on fashion_mnist |"
     assert f"| claim {head}" in page
     assert "| adder without identity on fashion_mnist | 0.9000 |" in page
@@ -133,10 +123,9 @@ def test_a_run_from_a_record_is_made_again_from_the_record(make_run, tmp_path, m
     monkeypatch.chdir(tmp_path)
     record = f"{file.relative_to(tmp_path)}#{run.name}"
     page = write_claims([run], tmp_path / "docs" / "claims.md").read_text()
-    assert (
-        f"python main.py --config={record} --config.data.eval_split=eval --workdir={run}\n"
-        f"python main.py --mode=analyze --config={run / 'config.json'} --workdir={run}\n" in page
-    )
+    first = f"python main.py --config={record} --config.data.eval_split=eval --workdir={run}\n"
+    second = f"python main.py --mode=analyze --config={run / 'config.json'} --workdir={run}\n"
+    assert first + second in page
 
 
 def test_page_has_its_figures_models_and_tally(make_run, tmp_path, capsys):
@@ -152,20 +141,16 @@ def test_page_has_its_figures_models_and_tally(make_run, tmp_path, capsys):
         assert re.search(count, page)
     assert "| adder | 0.9750 |" in page
     assert "12 blocks of width 192; accuracy on test, by seed:" in page
-    images = {path.name for path in (out.parent / "images" / "claims").iterdir()}
-    assert images == {"adder-curve.png", "dot-curve.png", "adder-maps.png"}
+    with pytest.raises(FileNotFoundError, match="--mode=analyze"):
+        read_report(tmp_path)
+    images = lambda: {path.name for path in (out.parent / "images" / "claims").iterdir()}
+    assert images() == {"adder-curve.png", "dot-curve.png", "adder-maps.png"}
     # What "eval" stands for depends on the set.
     (runs[0] / "data.json").write_text(json.dumps({"train": [8.0], "validation": [4.0]}))
     write_claims(runs[:1], out)
     assert "; accuracy on validation, by seed:" in out.read_text()
     assert "**Not measured**" in item(out.read_text(), "b")
-    images = {path.name for path in (out.parent / "images" / "claims").iterdir()}
-    assert images == {"adder-curve.png", "adder-maps.png"}
-
-
-def test_a_run_without_a_report_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="--mode=analyze"):
-        read_report(tmp_path)
+    assert images() == {"adder-curve.png", "adder-maps.png"}
 
 
 def test_a_model_of_ones_own_has_neither_score_nor_blocks(make_run, tmp_path):
@@ -175,11 +160,3 @@ def test_a_model_of_ones_own_has_neither_score_nor_blocks(make_run, tmp_path):
     page = write_claims([run], tmp_path / "docs" / "claims.md").read_text()
     assert "\naccuracy on test, by seed:" in page
     assert "| cnn | 0.9000 |" in page
-
-
-def test_seeds_of_one_model_that_differ_are_no_models_that_differ(make_run, tmp_path):
-    runs = [
-        make_run("dot", seed, {"a": said}) for seed, said in enumerate(("holds", "does not hold"))
-    ]
-    page = write_claims(runs, tmp_path / "docs" / "claims.md").read_text()
-    assert "**1 differ between seeds.**" in page

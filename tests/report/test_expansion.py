@@ -44,14 +44,11 @@ def test_a_quadratic_has_no_further_terms():
     assert float(terms.odd) == pytest.approx(float(terms.first), abs=1e-6)
 
 
-def test_a_kink_is_in_the_even_term_alone():
+def test_a_kink_is_in_the_even_term_alone_and_differences_need_no_derivatives():
     terms = second_order_terms(jnp.abs, 0.25, 1.0)
     assert float(terms.second) == 0.0
     assert float(terms.first) == 1.0
     assert float(terms.even) == pytest.approx((1.25 + 0.75) / 2 - 0.25)
-
-
-def test_differences_alone():
     terms = second_order_terms(lambda x: x**2, 1.0, 0.5, derivatives=False)
     assert (float(terms.change), float(terms.odd), float(terms.even)) == (1.25, 1.0, 0.25)
     assert np.isnan(terms.first)

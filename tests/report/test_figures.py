@@ -16,6 +16,7 @@ from adder_flax.report import (
     tokens_in_front,
     xor_figure,
 )
+from tests.measures.test_maps import random_maps
 
 
 def rows(count):
@@ -44,9 +45,7 @@ def test_curves_of_a_score_of_which_less_is_better():
     assert (loss.get_ylabel(), errors.get_ylabel()) == ("loss", "error rate (%)")
     drawn = lines(errors)["test, last 20.00 %, best 10.00 %"]
     np.testing.assert_allclose(drawn, [(30, 10), (50, 20)])
-
-
-def test_a_score_that_is_the_loss_has_its_panel():
+    # One that is the loss has its panel.
     metrics = [{"step": 30, "eval/loss": 18.1}, {"step": 50, "eval/loss": 17.9}]
     (loss,) = curves_figure(metrics, loss="loss", score="loss", largest=False).axes
     assert (loss.get_ylabel(), *lines(loss)) == ("loss", "test, last 17.9000")
@@ -66,16 +65,19 @@ def test_non_finite_values_leave_a_gap():
     metrics = [{"step": n, "train/loss": loss} for n, loss in enumerate((1.0, np.nan, 2.0))]
     drawn = lines(curves_figure(metrics).axes[0])["training"]
     np.testing.assert_array_equal(np.isnan(drawn[:, 1]), [False, True, False])
+    # And do not lower the mean of those around them.
+    losses = np.full(400, 2.0)
+    losses[200:205] = np.inf
+    figure = curves_figure([{"step": i, "train/loss": x} for i, x in enumerate(losses)])
+    [mean] = [drawn for label, drawn in lines(figure.axes[0]).items() if "mean" in label]
+    np.testing.assert_allclose(mean[:, 1], 2.0)
 
 
-@pytest.mark.parametrize("metrics", [[], [{"step": 1, "train/grad_norm": 1.0}]])
-def test_rows_without_curves_are_refused(metrics):
+def test_what_cannot_be_drawn_is_refused():
     with pytest.raises(ValueError, match="expected rows with 'train/loss'"):
-        curves_figure(metrics)
-
-
-def maps_of(*shape, seed=0):
-    return np.random.default_rng(seed).dirichlet(np.ones(shape[-1]), shape[:-1])
+        curves_figure([{"step": 1, "train/grad_norm": 1.0}])
+    with pytest.raises(ValueError, match="for 2 images; got shapes"):
+        attention_figure(np.zeros((2, 8, 8, 1)), [random_maps(3, 1, 17, 17)])
 
 
 def heat(figure, axis):
@@ -84,7 +86,7 @@ def heat(figure, axis):
 
 def test_attention_is_the_same_with_and_without_the_identity_map():
     images = np.zeros((2, 8, 8, 1), np.uint8)
-    maps = [maps_of(2, 3, 17, 17, seed=seed) for seed in range(4)]
+    maps = [random_maps(2, 3, 17, 17, seed=seed) for seed in range(4)]
     plain = attention_figure(images, maps)
     identity = attention_figure(images, [block + np.eye(17) for block in maps])
     np.testing.assert_allclose(heat(plain, 1), heat(identity, 1), atol=1e-5)
@@ -121,7 +123,9 @@ def test_where_a_model_with_registers_looks_is_drawn_from_its_patches():
 
 def test_models_are_side_by_side_and_share_an_image():
     images = np.stack([np.zeros((8, 8, 1)), np.ones((8, 8, 1))])
-    maps = {name: [maps_of(2, 3, 17, 17, seed=seed)] for seed, name in enumerate(("dot", "adder"))}
+    maps = {
+        name: [random_maps(2, 3, 17, 17, seed=seed)] for seed, name in enumerate(("dot", "adder"))
+    }
     figure = comparison_figure(images, maps, captions=["a 0", "a 1"])
     labels = [f"{name}\na {number}" for number in (0, 1) for name in maps]
     assert [axis.get_xlabel() for axis in figure.axes[::2]] == labels
@@ -149,22 +153,9 @@ def test_terms_that_were_not_computed_are_not_drawn():
     assert "½ δᵀHδ" not in lines(second)
 
 
-def test_maps_of_other_images_are_refused():
-    with pytest.raises(ValueError, match="for 2 images; got shapes"):
-        attention_figure(np.zeros((2, 8, 8, 1)), [maps_of(3, 1, 17, 17)])
-
-
 def test_saved_files_are_reproducible(tmp_path):
     first = save_figure(curves_figure(rows(3)), tmp_path / "new" / "a.png", ("png", "svg"))
     second = save_figure(curves_figure(rows(3)), tmp_path / "b", ("png", "svg"))
     assert [path.name for path in first] == ["a.png", "a.svg"]
     assert first[0].read_bytes().startswith(b"\x89PNG")
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
-
-
-def test_a_loss_that_is_not_finite_does_not_lower_the_mean_of_those_around_it():
-    losses = np.full(400, 2.0)
-    losses[200:205] = np.inf
-    figure = curves_figure([{"step": i, "train/loss": x} for i, x in enumerate(losses)])
-    [(_, drawn)] = [line.get_data() for line in figure.axes[0].lines if "mean" in line.get_label()]
-    np.testing.assert_allclose(drawn, 2.0)

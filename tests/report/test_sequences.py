@@ -14,12 +14,6 @@ from adder_flax.data._sequences import pad
 from adder_flax.experiments import g2p
 from adder_flax.models import Seq2Seq
 from adder_flax.report.families import alignments
-from adder_flax.report.families.alignments import (
-    SequenceStudy,
-    SequenceSubject,
-    observe_sequences,
-    with_uniform_maps,
-)
 from adder_flax.training import Trainer, build_run
 from tests.data.files import write_dictionary
 from tests.tasks.test_transduction import by_recursion
@@ -30,10 +24,11 @@ def study_of(maps, *, edits=(0, 4), uniform=(4, 4), phonemes=(4, 8), letters=(2,
     weights = np.zeros((2, 4, 5))
     for row, given in zip(weights, maps, strict=True):
         row[: len(given), : len(given[0])] = given
-    subject = SequenceSubject("x", weights, np.array(edits), np.array(uniform), np.array(phonemes))
+    counts = map(np.array, (edits, uniform, phonemes))
+    subject = alignments.SequenceSubject("x", weights, *counts)
     sources = [tuple("abcde"[:n]) for n in letters]
     targets = [tuple("ABCD"[: len(given)]) for given in maps]
-    return SequenceStudy(subject, None, None, sources, targets)
+    return alignments.SequenceStudy(subject, None, None, sources, targets)
 
 
 EVEN, FIRST, LAST = [0.5, 0.5], [1.0, 0.0], [0.0, 1.0]
@@ -59,8 +54,12 @@ def test_numbers_of_alignments_are_those_by_hand():
 
 def test_verdicts_turn_with_the_numbers():
     study = study_of([[FIRST, LAST], [[1.0, 0, 0], [0, 1.0, 0]]], edits=(1, 2), uniform=(2, 3))
-    verdicts = {claim.name: claim.verdict for claim in alignments.judge(study).claims}
-    assert list(verdicts.values()) == ["holds", "does not hold", "does not hold", "holds"]
+    verdicts = [claim.verdict for claim in alignments.judge(study).claims]
+    assert verdicts == ["holds", "does not hold", "does not hold", "holds"]
+    # Without any error alignments are not needed.
+    study = study_of([[FIRST, LAST], [FIRST, LAST]], edits=(0, 0), uniform=(0, 0), letters=(2, 2))
+    found = {claim.name: claim.verdict for claim in alignments.judge(study).claims}
+    assert found["alignment-needed"] == report.DOES_NOT_HOLD
 
 
 @pytest.mark.parametrize("temperature", [0.7, "learned"])
@@ -70,29 +69,28 @@ def test_uniform_maps_keep_the_mask(temperature):
     normal = lambda n: np.random.default_rng(n).standard_normal((2, 3 + n, 4)).astype(np.float32)
     query, key = normal(0), normal(1)
     mask = np.arange(4) < np.array([[2], [4]])
-    _, weights = with_uniform_maps(layer)(query, key, mask=mask[:, None], return_weights=True)
+    uniform = alignments.with_uniform_maps(layer)
+    _, weights = uniform(query, key, mask=mask[:, None], return_weights=True)
     expected = np.broadcast_to(mask[:, None] / mask.sum(-1)[:, None, None], (2, 3, 4))
     np.testing.assert_allclose(weights, expected)
-    assert with_uniform_maps(layer) is not layer
+    assert uniform is not layer
 
 
 @pytest.mark.slow
 def test_edits_are_those_of_what_the_model_writes():
     rows = [[1, 2], [2], [3, 1, 2]]
-    arrays = {
-        "source": pad(rows, 3),
-        "references": pad([[n + 1 for n in row] + [1] for row in rows], 4)[:, None],
-    }
+    references = pad([[n + 1 for n in row] + [1] for row in rows], 4)[:, None]
+    arrays = {"source": pad(rows, 3), "references": references}
     symbols = {"source": ("", "a", "b", "c"), "target": ("", "", "A", "B", "C")}
     source = data.SequenceSource("upper", "test", ["test"], arrays, symbols, longest=4)
     facts = tasks._transduction.SequenceFacts(4, 5, 3, 4, 4)
     task = tasks.Transduction(tasks.TransductionSettings(), facts)
     sizes = dict(source_symbols=4, target_symbols=5, width=8, embedding_features=4)
     model = Seq2Seq(**sizes, rngs=nnx.Rngs(0))
-    subject = observe_sequences("x", model, task, source.first(3))
+    subject = alignments.observe_sequences("x", model, task, source.first(3))
     until_end = lambda row: row.tolist()[: row.tolist().index(1)] if 1 in row else row.tolist()
     right = [until_end(row) for row in arrays["references"][:, 0]]
-    uniform = with_uniform_maps(model)
+    uniform = alignments.with_uniform_maps(model)
     for writer, edits in ((model, subject.edits), (uniform, subject.uniform_edits)):
         rows = np.asarray(jax.jit(task.write)(writer, arrays["source"]))
         written = [until_end(row) for row in rows]
@@ -119,11 +117,3 @@ def test_a_run_is_analysed_beside_another(tmp_path, capsys):
     assert "dot attention" in rows["alignment-focused"]["finding"]
     drawn = {path.stem for path in (folder / "figures").glob("*.png")}
     assert drawn >= {"alignments", "alignments-baseline", "errors-by-length"}
-
-
-def test_without_any_error_alignments_are_not_needed():
-    study = study_of([[FIRST, LAST], [FIRST, LAST]], edits=(0, 0), uniform=(0, 0), letters=(2, 2))
-    [claim] = [
-        found for found in alignments.judge(study).claims if found.name == "alignment-needed"
-    ]
-    assert claim.verdict == report.DOES_NOT_HOLD

@@ -41,15 +41,9 @@ def test_deit_against_published_numbers(width, heads, parameters, gmacs):
 SMALL = SIZES | {"depth": 2}
 
 
-@pytest.fixture(scope="module")
-def of_adder():
-    """A small adder network, abstract, and its rows."""
+def test_parts_sum_to_the_whole_and_adder_elements_are_those_by_hand():
     model = abstract(**SMALL, **ADDER)
-    return model, summary_rows(model, DIGIT)
-
-
-def test_parts_sum_to_the_whole(of_adder):
-    model, [*parts, total] = of_adder
+    [*parts, total] = summary_rows(model, DIGIT)
     assert sum(row.parameters for row in parts) == total.parameters
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
     assert total.parameters == sum(leaf.size for leaf in leaves)
@@ -57,10 +51,7 @@ def test_parts_sum_to_the_whole(of_adder):
         of = lambda row, kind=kind: getattr(row.operations, kind)
         assert sum(map(of, parts)) == of(total)
     assert sum(row.joules for row in parts) == pytest.approx(total.joules)
-
-
-def test_adder_elements_by_hand(of_adder):
-    rows = {row.part: row for row in of_adder[1]}
+    rows = {row.part: row for row in parts}
     tokens, width, head_dim = 17, 16, 8
     elements = lambda part: rows[f"blocks: {part}"].operations.l1_elements
     assert elements("query, key, value") == 2 * 3 * tokens * width * width
