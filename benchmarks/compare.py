@@ -94,7 +94,6 @@ def seconds(results: str, config: str, rounds: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints one of the two."""
     parser = benchmarks.parser(__doc__)
     commands = parser.add_subparsers(dest="what", required=True)
     commands.add_parser("coverage").set_defaults(run=coverage)

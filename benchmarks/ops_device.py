@@ -44,7 +44,7 @@ PARTS = ("kernels", "tiles", "products", "attention")
 SQUARE = ((4096, 64), (4096, 256), (8192, 64), (8192, 256))  # rows and columns, width
 IMAGES = 128  # of 197 tokens, in the layers
 ATTENTION = ((192, 197), (96, 512), (48, 1024), (24, 2048), (12, 4096))  # heads of a batch x tokens
-ROUNDS, CALLS = 7, 10
+ROUNDS, CALLS, SECONDS_PER_ROW = 7, 10, 10.0
 TRACED = 20  # calls of a kernel in a profile
 
 # Each thread adds to so many sums, which depend on nothing but themselves.
@@ -71,10 +71,8 @@ extern "C" __global__ void __launch_bounds__({_PEAK_THREADS}) adder_flax_peak(
 
 
 def kernel_seconds(function: Callable, *operands) -> dict[str, float]:
-    """Returns how long the device computes each of this project's kernels that a program runs.
-
-    They are medians over several calls, by the name of the kernel, from JAX's profiler.
-    """
+    """Returns how long each of this project's kernels in a program takes, in the median of several
+    calls, from JAX's profiler."""
     jax.block_until_ready(function(*operands))
     seconds: dict[str, list[float]] = {}
     for event in gpu_events(functools.partial(function, *operands), TRACED):
@@ -97,7 +95,6 @@ def addition_rate(cores: int) -> float:
 
 
 def terms_of(case: sass.Case) -> int:
-    """Returns the terms of each of a case's sums."""
     (batch, rows, width), second = case.shapes[:2]
     return batch * rows * width * second[1 if case.options.get("axes", "nk") == "nk" else 2]
 
@@ -127,25 +124,19 @@ def compiled_case(case: sass.Case, backend: CudaBackend) -> tuple[Callable, list
 def labels(name: str) -> dict[str, str]:
     """Returns how the kernels of a case are called in tables, by their own names."""
     kernels = [kernel.name for kernel in sass.kernels_of(sass.CASES[name])]
-    return {
-        kernel: name if len(kernels) == 1 else f"{name} {number + 1}"
-        for number, kernel in enumerate(kernels)
-    }
+    return dict(zip(kernels, sass.labels(name, len(kernels)), strict=True))
 
 
 def bench_kernels(table: Table, name: str, additions: float) -> None:
-    """Adds a row for each kernel of a case of `sass.CASES`."""
     case = sass.CASES[name]
     function, operands = compiled_case(case, CudaBackend())
     seconds = kernel_seconds(function, *operands)
     # A core starts an eighth as many special functions in a cycle as additions.
     cost = max(case.arithmetic["lanes"], 8 * case.arithmetic.get("special", 0))
     for (kernel, label), row in zip(labels(name).items(), certificates(name), strict=True):
-        rate, on_paper = terms_of(case) / seconds[kernel], (None, None)
-        if row is not None:
-            on_paper = row.share_of_bound, row.waves
-        cells = 1e6 * seconds[kernel], rate / 1e12, rate * cost / additions, *on_paper
-        table.add(label, *cells)
+        rate = terms_of(case) / seconds[kernel]
+        on_paper = (row.share_of_bound, row.waves) if row else (None, None)
+        table.add(label, 1e6 * seconds[kernel], rate / 1e12, rate * cost / additions, *on_paper)
 
 
 def tiles_table() -> Table:
@@ -170,8 +161,7 @@ def bench_tiles(table: Table) -> None:
 
 
 def repeated(backend: str | None, function: Callable, *operands) -> Callable:
-    """Returns a function that runs `function` several times without waiting in between,
-    compiled."""
+    """Returns a function that runs `function` several times without waiting in between."""
     compiled = compile_with(backend, function, *operands)
 
     def run():
@@ -206,17 +196,10 @@ def products_table() -> Table:
 
 
 def bench_product(
-    table: Table,
-    name: str,
-    shape: tuple[int, int, int],
-    limit: float | None,
-    seconds: float = 10.0,
+    table: Table, name: str, shape: tuple[int, int, int], limit: float | None
 ) -> None:
-    """Adds one row for each backend that runs on this device.
-
-    `shape` is M, K and N; `limit` the most terms a second, where it is known; after so many
-    `seconds` no more rounds are begun.
-    """
+    """Adds one row for each backend that runs on this device; `shape` is M, K and N, `limit` the
+    most terms a second, where it is known."""
     m, k, n = shape
     keys = jax.random.split(jax.random.key(0), 3)
     x, w, g = map(jax.random.normal, keys, ((m, k), (k, n), (m, n)))
@@ -232,7 +215,7 @@ def bench_product(
         functions[f"sign {backend}"] = repeated(backend, pullback("sign"), x, w, g)
     if (peer := torch_cdist(x, w)) is not None:
         functions["torch"] = peer
-    timings = measure(functions, ROUNDS, seconds)
+    timings = measure(functions, ROUNDS, SECONDS_PER_ROW)
     terms = m * k * n
     for backend in backends:
         forward, dx, sign = (
@@ -253,12 +236,7 @@ def started(table: Table) -> Table:
 def main() -> None:
     parser = benchmarks.parser(__doc__)
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument(
-        "--divide", type=int, default=1, help="divide the number of rows, and of heads, by this"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=10.0, help="after which a row begins no more rounds"
-    )
+    parser.add_argument("--divide", type=int, default=1, help="numbers of rows and heads by this")
     arguments = parser.parse_args()
     parts, divide, device = arguments.parts.split(","), arguments.divide, jax.devices()[0]
     print(f"{ops.backend_report()}\n{device.device_kind}, JAX {jax.__version__}")
@@ -281,11 +259,11 @@ def main() -> None:
         limit = additions and additions / 2
         for side, width in SQUARE:
             shape = (side // divide, width, side // divide)
-            bench_product(table, "square", shape, limit, arguments.seconds)
+            bench_product(table, "square", shape, limit)
         for model, width in WIDTHS.items():
             for layer, (inputs, outputs) in LAYERS.items():
                 shape = (IMAGES * 197 // divide, inputs * width, outputs * width)
-                bench_product(table, f"{model} {layer}", shape, limit, arguments.seconds)
+                bench_product(table, f"{model} {layer}", shape, limit)
     if "attention" in parts:
         table = started(fused_table())
         for score in FUSED_SCORES:

@@ -26,17 +26,7 @@ ORDER = (
         "ops",
     ),
     *("attention", "layers", "models", "quantized", "measures", "counting", "data"),
-    *(
-        "tasks",
-        "interop",
-        "experiment",
-        "training",
-        "report",
-        "predict",
-        "compare",
-        "linen",
-        "app",
-    ),
+    *("tasks", "interop", "experiment", "training", "report", "predict", "compare", "linen", "app"),
 )
 
 
