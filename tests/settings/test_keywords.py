@@ -48,9 +48,8 @@ def test_fields_and_settings_make_the_same_model():
 
 
 def test_a_keyword_changes_one_field_of_settings_that_are_given_too():
-    block = layers.Block(
-        8, 2, settings=BlockSettings(mlp_ratio=2.0), score="gaussian", rngs=nnx.Rngs(0)
-    )
+    given = BlockSettings(mlp_ratio=2.0)
+    block = layers.Block(8, 2, settings=given, score="gaussian", rngs=nnx.Rngs(0))
     assert (block.mlp.fc1.out_features, block.attention.settings.score) == (16, "gaussian")
 
 
