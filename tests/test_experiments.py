@@ -18,9 +18,7 @@ from tests.processes import ROOT
 from tests.training.pieces import vit
 
 SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
-EXPERIMENTS = sorted(
-    f"{prefix}deit_{size}" for prefix in ("", "adder_", "additive_") for size in SIZES
-)
+EXPERIMENTS = [f"{front}deit_{size}" for front in ("adder_", "additive_", "") for size in SIZES]
 
 
 def _build(name, data=None):
@@ -34,10 +32,8 @@ def _build(name, data=None):
 def test_the_file_gives_the_mechanism_and_size_of_its_name(name):
     config, model = _build(name)
     assert (config.model.width, config.model.num_heads) == SIZES[name.split("_")[-1]]
-    mechanism = name.split("_")[0]
-    assert (
-        config.model.score == {"adder": "adder", "additive": "additive", "deit": "dot"}[mechanism]
-    )
+    mechanism = name.split("_")[0].replace("deit", "dot")
+    assert config.model.score == mechanism
     linear = "adder" if mechanism == "adder" else "dense"
     assert {config.model[f"{part}_linear"] for part in ("qkv", "proj", "mlp")} == {linear}
     assert len(model.blocks) == 12
@@ -54,12 +50,7 @@ def test_patches_follow_the_data(data, tokens):
 
 
 def test_mirrored_and_mixed_are_photographs_alone():
-    for data, probability in (
-        ("mnist", 0.0),
-        ("digits", 0.0),
-        ("fashion_mnist", 0.5),
-        ("folder", 0.5),
-    ):
+    for data, probability in dict(mnist=0.0, digits=0.0, fashion_mnist=0.5, folder=0.5).items():
         task = importlib.import_module("experiments.deit_tiny").get_config(data).task
         assert task.flip_probability == probability
         assert (task.mixup_alpha > 0) == (probability > 0)
@@ -70,15 +61,12 @@ def test_mirrored_and_mixed_are_photographs_alone():
 def test_scores_are_scaled_as_their_formulas_say(name, scale):
     _, model = _build(name)
     attention = model.blocks[0].attention
-    assert (
-        resolve_scale(attention.settings.score, attention.settings.scale, attention.head_dim)
-        == scale
-    )
+    score, given = attention.settings.score, attention.settings.scale
+    assert resolve_scale(score, given, attention.head_dim) == scale
 
 
 def test_the_twin_of_the_fast_recipe_has_its_sizes():
-    """The same convolutions, then 4 × 4 tokens in either kind of layer; it heals on the same
-    images."""
+    """The same convolutions, then 4 × 4 tokens; it heals on the same images."""
     own, twin = (
         importlib.import_module(f"experiments.{name}cifar10_fast").get_config()
         for name in ("", "adder_")
@@ -88,9 +76,7 @@ def test_the_twin_of_the_fast_recipe_has_its_sizes():
     differ = {name for name in models[0] if models[0][name] != models[1][name]}
     assert differ == kinds | {"identity", "adder_options", "anneal_end", "anneal_blocks"}
     assert {twin.model[name] for name in kinds} == {"adder"}
-    assert {name: twin.task[name] for name in own.task if name != "name"} == {
-        name: value for name, value in own.task.items() if name != "name"
-    }
+    assert own.task.to_dict().items() - twin.task.to_dict().items() == {("name", own.task.name)}
     assert own.data == twin.data
     source = load_source("fake", "train", image_size=32)
     for config in (own, twin):
@@ -167,11 +153,8 @@ def test_the_half_hour_of_a_gpu_names_what_there_is_and_goes_on_where_it_was(tmp
         'mkdir -p "$w/report"; touch "$w"/{config.json,metrics.jsonl,report/claims.csv}\n'
     )
     (tmp_path / "python").chmod(0o755)
-    script = (
-        (ROOT / "experiments/gpu_half_hour.sh")
-        .read_text()
-        .replace('cd "$(dirname "$0")/.."', f'cd "{tmp_path}"')
-    )
+    script = (ROOT / "experiments/gpu_half_hour.sh").read_text()
+    script = script.replace('cd "$(dirname "$0")/.."', f'cd "{tmp_path}"')
     environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FAST": "1"}
     for half, runs in (("first", 5), ("second", 10), ("first", 0)):
         (tmp_path / "commands").unlink(missing_ok=True)

@@ -23,8 +23,7 @@ def test_functions_fit_on_a_screen_and_take_few_arguments(package):
 
 
 def test_files_are_short():
-    """Half of them in a package as a whole; those of kfac, where one holds a whole mechanism, are
-    longer."""
+    """In the median; those of kfac, where one holds a whole mechanism, are longer."""
     assert of("adder_flax").file_lines <= 175
     assert of("kfac").file_lines <= 240
 
@@ -43,8 +42,7 @@ def test_the_measure_counts_what_it_says(tmp_path):
     function = 'def _f(a, b, *, c):\n    """Doc\n\n    more.\n    """\n    return a\n'
     (tmp_path / "a.py").write_text(head + function)
     style = measure([tmp_path / "a.py"])
-    # Three lines of code: x, def and return; two comments, the first behind the docstring of the
-    # file.
+    # Three lines of code: x, def and return; two comments, the first behind the docstring.
     assert (style.files, style.lines, style.file_lines) == (1, 3, 12)
     assert style.comments == pytest.approx(100 * 2 / 3)
     assert style.lambdas == pytest.approx(1000 / 3)
