@@ -17,7 +17,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def print_row(cells: Iterable[object]) -> None:
-    """Prints a row of a Markdown table."""
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 

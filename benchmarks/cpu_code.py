@@ -59,8 +59,7 @@ class Instruction(NamedTuple):
     name: str
     operands: str
 
-    def loads(self) -> bool:
-        """Whether it reads memory; the target is the last operand."""
+    def loads(self) -> bool:  # the target is the last operand
         return "(" in self.operands and self.name[0] not in "jl" and not self.stores()  # lea
 
     def stores(self) -> bool:
@@ -128,8 +127,7 @@ def _innermost(code: list[Instruction]) -> Iterator[list[Instruction]]:
 
 
 def cycles(loop: list[Instruction], target: str, mca: str) -> Iterator[float]:
-    """Yields the cycles of an iteration by LLVM's model, as it is and with plain loads for
-    broadcasts."""
+    """Yields the cycles of an iteration by LLVM's model, and with plain loads for broadcasts."""
     whole = "\n".join(f"{each.name} {each.operands}" for each in loop[:-1])
     for code in (whole, re.sub(r"vbroadcastss (?=\S*\()", "vmovups ", whole)):
         command = [mca, f"-mcpu={target}", "-iterations=300", "-"]

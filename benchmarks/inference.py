@@ -61,7 +61,6 @@ class Files(NamedTuple):
         return settings.read(settings.VitSettings, ConfigDict(self.fields[kind]))
 
     def model(self, kind: str) -> VisionTransformer:
-        """Returns the `adder` or `multiplicative` network without weights."""
         sizes: dict[str, Any] = dict(image_size=self.image_shape[:2], channels=self.image_shape[2])
         sizes |= dict(settings=self.vit(kind), num_classes=self.num_classes)
         return nnx.eval_shape(lambda: VisionTransformer(**sizes, rngs=nnx.Rngs(0)))
@@ -104,7 +103,6 @@ def in_torch(files: Files, batch: int, *, compiled: bool) -> Network:
 
 
 def timm_model(files: Files) -> Any:
-    """Returns timm's vision transformer with the multiplicative network's weights."""
     import timm
     from safetensors.torch import load_file
 
@@ -164,7 +162,6 @@ def networks(files: Files) -> Iterator[tuple[str, Callable[[Files, int], Network
 
 
 def write(folder: Path, models: dict[str, nnx.Module], **shared: Any) -> Files:
-    """Writes the weights of both networks in float32."""
     for kind, model in models.items():
         interop.save_weights(model, folder / f"{kind}.safetensors")
     interop.save_weights(models["multiplicative"], folder / "timm.safetensors", names="timm")
@@ -202,7 +199,6 @@ def write_onnx(files: Files, images: np.ndarray, batch: int) -> None:
 
 
 def random_networks(size: str, folder: Path) -> tuple[Files, np.ndarray]:
-    """Writes DeiTs of random weights, and returns images of noise to calibrate on."""
     fields, models = {}, {}
     for kind in ("adder", "multiplicative"):
         model = common.deit(kind, size).model
@@ -249,7 +245,6 @@ def accuracy(network: Network, run: training.Run) -> float:
 
 
 def peak_memory(files: Files, name: str, batch: int) -> int:
-    """Returns bytes that a network adds to the peak of a process of its own."""
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(_load_and_call, files, name, batch).result()

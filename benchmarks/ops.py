@@ -16,6 +16,7 @@ SciPy and scikit-learn are compared with where they are installed
 import contextlib
 import ctypes
 import functools
+import itertools
 import os
 import statistics
 import sys
@@ -62,8 +63,7 @@ def cores() -> int:
 
 
 class Bounds:
-    """Terms a second on all cores that no kernel can exceed: `rates` by name, none without a
-    native library."""
+    """Terms a second on all cores that no kernel can exceed, if there is a native library."""
 
     def __init__(self, library: ctypes.CDLL | None, symbols: dict[str, str] = BOUNDS):
         self.rates: dict[str, float] = {}
@@ -104,8 +104,7 @@ def _span_of(loop, iterations: int) -> tuple[float, float]:
 
 
 def _rate_on_all_cores(loop, iterations: int) -> float:
-    """Returns the terms a second of each core's best run, summed; only of runs during which all
-    cores were at work, since they may be threads of one."""
+    # The best run of each core, of those during which all were at work: they may be threads of one.
     together = threading.Barrier(cores())
 
     def work(_):
@@ -124,7 +123,6 @@ def _rate_on_all_cores(loop, iterations: int) -> float:
 
 
 def compile_with(backend: str | None, function: Callable, *arrays):
-    """Returns the compiled function, traced under `backend` (or under none)."""
     with ops.use_backend(backend) if backend else contextlib.nullcontext():
         return jax.jit(function).lower(*arrays).compile()
 
@@ -202,7 +200,6 @@ def share(timings: Timings, name: str, terms: int, bounds: Bounds, bound: str) -
 
 
 def above_bounds(table: Table) -> list[str]:
-    """Returns a line for each share of a bound that is more than the whole."""
     return [
         f"{column} of {', '.join(map(str, list(row.values())[:3]))}: {row[column]:.3f}"
         for row in table.rows
@@ -236,16 +233,13 @@ def layer_sums(name: str, shape: tuple[int, int, int]) -> Sums:
     (m, k, n), rng = shape, np.random.default_rng(0)
     x, w = (rng.normal(size=s).astype(np.float32) for s in ((m, k), (k, n)))
     pull = lambda x, w, g: jax.vjp(lambda x: ops.adder_matmul(x, w), x)[1](g)
-    operands, naive = (
-        tuple(map(jnp.asarray, (x, w))),
-        lambda x, w: -jnp.abs(x[..., None] - w).sum(1),
-    )
+    operands = jnp.asarray(x), jnp.asarray(w)
+    naive = lambda x, w: -jnp.abs(x[:, :, None] - w).sum(1)
     sums = name, shape, m * k * n, ops.adder_matmul, operands, jnp.matmul, naive
     return Sums(*sums, beside=peers(x, w), pull=pull)
 
 
 def score_sums(name: str, shape: tuple[int, int]) -> Sums:
-    """Returns the scores of attention, `l1` or `additive`."""
     (heads, tokens), rng = shape, np.random.default_rng(0)
     size = (heads, tokens, HEAD_DIM)
     operands = tuple(jnp.asarray(rng.normal(size=size), jnp.float32) for _ in range(2))
@@ -264,23 +258,24 @@ def bench_pairs(table: Table, sums: Sums, backends, bounds) -> None:
     bounds.measure()
     shape = jax.eval_shape(sums.function, *sums.operands).shape
     g = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
-    count = len(sums.operands)
 
     def prepared(backend, function, *operands):
         return functools.partial(compile_with(backend, function, *operands), *operands)
 
-    forwards, trains, both = {}, {}, with_gradients(sums.function, count)
+    def prepared_train(backend, function):
+        return prepared(backend, with_gradients(function, len(sums.operands)), g, *sums.operands)
+
+    forwards, trains = {}, {}
     fast = {"gemm": prepared(None, sums.product, *sums.operands)}
     for name in backends:
         forwards[f"forward {name}"] = prepared(name, sums.function, *sums.operands)
-        trains[f"train {name}"] = prepared(name, both, g, *sums.operands)
+        trains[f"train {name}"] = prepared_train(name, sums.function)
         if sums.pull is not None:
             fast[f"dx {name}"] = prepared(name, sums.pull, *sums.operands, g)
     slow = forwards | trains
     if sums.terms * 4 <= BROADCAST_LIMIT_BYTES:
         slow["broadcast"] = prepared(None, sums.naive, *sums.operands)
-        naive = with_gradients(sums.naive, count)
-        slow["broadcast train"] = prepared(None, naive, g, *sums.operands)
+        slow["broadcast train"] = prepared_train(None, sums.naive)
     quick = measure(fast | forwards | trains, ROUNDS, SECONDS_PER_CASE)
     patient = measure(slow, SLOW_ROUNDS, SECONDS_PER_CASE)
     beside = measure(forwards | sums.beside, ROUNDS, SECONDS_PER_CASE)
@@ -332,8 +327,7 @@ def bench_fused(table: Table, score: str, shape: tuple[int, int]) -> None:
 
 
 def fused_from(table: Table, score: str) -> int | None:
-    """Returns from which of the measured numbers of tokens on blocks were faster at each; None if
-    not at the last."""
+    """Returns from how many tokens on blocks were faster; None if not at the last number."""
     rows = [row for row in table.rows if row["attention"] == score]
     slower = [n for n, row in enumerate(rows) if row["whole/fused"] < 1]
     faster = rows[slower[-1] + 1 :] if slower else rows
@@ -341,7 +335,6 @@ def fused_from(table: Table, score: str) -> int | None:
 
 
 def print_summary(layers: Table, scores: Table, fused: Table) -> None:
-    """Prints the median and the worst over all shapes of what this package is measured by."""
     best = layers.rows[0]["backend"]
     of = functools.partial(layers.values, backend=best)
     rows = [row for row in layers.rows if row["backend"] == best and row["broadcast MB"]]
@@ -395,11 +388,10 @@ def main() -> None:
 
     layers, scores, fused = pairs_table(), pairs_table(), fused_table()
     layers.print_titles()
-    for model, width in list(WIDTHS.items())[:few]:
-        for images, tokens in TOKENS[:few]:
-            for layer, (inputs, outputs) in LAYERS.items():
-                shape = (images * tokens, inputs * width, outputs * width)
-                bench_pairs(layers, layer_sums(f"{model} {layer}", shape), backends, bounds)
+    cases = itertools.product(list(WIDTHS.items())[:few], TOKENS[:few], LAYERS.items())
+    for (model, width), (images, tokens), (layer, (inputs, outputs)) in cases:
+        shape = (images * tokens, inputs * width, outputs * width)
+        bench_pairs(layers, layer_sums(f"{model} {layer}", shape), backends, bounds)
     for name in ("l1", "additive"):
         for shape in ATTENTION[: 2 * few if few else None]:
             bench_pairs(scores, score_sums(name, shape), backends, bounds)

@@ -71,8 +71,7 @@ extern "C" __global__ void __launch_bounds__({_PEAK_THREADS}) adder_flax_peak(
 
 
 def kernel_seconds(function: Callable, *operands) -> dict[str, float]:
-    """Returns how long each of this project's kernels in a program takes, in the median of several
-    calls, from JAX's profiler."""
+    """Returns how long each of this project's kernels in a program takes, medians over calls."""
     jax.block_until_ready(function(*operands))
     seconds: dict[str, list[float]] = {}
     for event in gpu_events(functools.partial(function, *operands), TRACED):
@@ -84,7 +83,6 @@ def kernel_seconds(function: Callable, *operands) -> dict[str, float]:
 
 
 def addition_rate(cores: int) -> float:
-    """Returns the float32 additions a second of a loop of nothing else on all cores."""
     blocks = cores * _PEAK_BLOCKS_PER_CORE
     kernel = Kernel("adder_flax_peak", _PEAK_SOURCE, blocks, _PEAK_THREADS, stage=0)
     result = jax.ShapeDtypeStruct((blocks * _PEAK_THREADS,), jnp.float32)
@@ -113,7 +111,6 @@ def kernels_table() -> Table:
 
 
 def compiled_case(case: sass.Case, backend: CudaBackend) -> tuple[Callable, list[jax.Array]]:
-    """Returns a case, compiled, and operands for it, of random numbers."""
     like = sass.operands_of(case)
     keys = jax.random.split(jax.random.key(0), len(like))
     operands = [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, like, strict=True)]
@@ -122,7 +119,6 @@ def compiled_case(case: sass.Case, backend: CudaBackend) -> tuple[Callable, list
 
 
 def labels(name: str) -> dict[str, str]:
-    """Returns how the kernels of a case are called in tables, by their own names."""
     kernels = [kernel.name for kernel in sass.kernels_of(sass.CASES[name])]
     return dict(zip(kernels, sass.labels(name, len(kernels)), strict=True))
 
@@ -144,7 +140,6 @@ def tiles_table() -> Table:
 
 
 def bench_tiles(table: Table) -> None:
-    """Adds a row for each kernel of `sass.CASES`: how long it takes with each tile."""
     with ThreadPoolExecutor() as pool:  # compilers leave Python's lock alone
         compiled = {
             (name, tile): pool.submit(compiled_case, case, CudaBackend(tile=tile))
@@ -173,7 +168,6 @@ def repeated(backend: str | None, function: Callable, *operands) -> Callable:
 
 
 def torch_cdist(x: jax.Array, w: jax.Array) -> Callable | None:
-    """Returns the same distances by PyTorch on its GPU, or None where it has none."""
     try:
         import torch
     except ImportError:
@@ -198,8 +192,7 @@ def products_table() -> Table:
 def bench_product(
     table: Table, name: str, shape: tuple[int, int, int], limit: float | None
 ) -> None:
-    """Adds one row for each backend that runs on this device; `shape` is M, K and N, `limit` the
-    most terms a second, where it is known."""
+    """Adds a row for each backend; `limit` is the most terms a second, where it is known."""
     m, k, n = shape
     keys = jax.random.split(jax.random.key(0), 3)
     x, w, g = map(jax.random.normal, keys, ((m, k), (k, n), (m, n)))

@@ -93,7 +93,6 @@ def compile_all(steps: dict[str, Callable]) -> None:
 
 
 def busy(window: Callable, length: int) -> str:
-    """Returns what is said of a GPU in a window of so many steps; nothing elsewhere."""
     if jax.default_backend() != "gpu":
         return ""
     return f", the device busy for {1e3 * busy_seconds(gpu_events(window, 1)) / length:.1f} ms"

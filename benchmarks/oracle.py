@@ -118,7 +118,6 @@ def make_config(name: str) -> ml_collections.ConfigDict:
 
 
 def build(config: ml_collections.ConfigDict, steps: int, fields: dict[str, Any]) -> training.Run:
-    """Returns the run of so many steps with these fields of its optimizer."""
     config = ml_collections.ConfigDict(config.to_dict())
     config.num_epochs = float(steps)
     plain = dict(warmup_epochs=0.0, weight_decay=0.0, clip_norm=0.0, final_learning_rate=0.0)
@@ -127,7 +126,6 @@ def build(config: ml_collections.ConfigDict, steps: int, fields: dict[str, Any])
 
 
 def make_network(run: training.Run) -> Network:
-    """Returns the network of a run in float64."""
     graphdef, _ = nnx.split(in_float64(run), nnx.Param)
     batch = run.batches()[0]
     (x,) = run.task.inputs(batch)
@@ -175,7 +173,6 @@ def best_length(
 
 
 def best_step(network: Network, layers: dict, params: Any, dampings: Sequence[float]) -> Tried:
-    """Returns the oracle's step of the damping and length with the lowest loss."""
     tried = []
     for damping in dampings:
         step = oracle.layerwise_step(layers, damping, relative=True)
@@ -306,7 +303,6 @@ def _told(fields: dict[str, Any]) -> str:
 
 
 def arms_table(arms: pd.DataFrame) -> Table:
-    """Returns a row for each arm: steps, share of the gap, loss at its end, and its settings."""
     told = lambda form: lambda x: "not reached" if pd.isna(x) else format(x, form)
     shown = arms.sort_values("steps", na_position="last").set_index("arm")
     columns = {
@@ -319,7 +315,6 @@ def arms_table(arms: pd.DataFrame) -> Table:
 
 
 def steps_table(rows: pd.DataFrame) -> Table:
-    """Returns a row for each arm: all layers together, at each of the points."""
     whole = rows[rows["name"] == "all layers"]
     whole = whole.assign(true=whole["decrease"] / whole["decrease_oracle"])
     points = ", ".join(map(str, whole["step"].astype(int).unique()))

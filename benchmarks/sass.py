@@ -159,7 +159,6 @@ def certify(name: str, gpu: str) -> list[Row]:
 
 
 def labels(name: str, count: int) -> list[str]:
-    """Returns how so many kernels of a case are called in tables."""
     return [name] if count == 1 else [f"{name} {n + 1}" for n in range(count)]
 
 
@@ -176,9 +175,8 @@ class _Noted(CudaBackend):
 
 
 def operands_of(case: Case) -> list[jax.ShapeDtypeStruct]:
-    """Returns the types of a case's operands; a cotangent is float32 whatever the others are."""
     dtypes = [case.dtype] * len(case.shapes)
-    if "pullback" in case.method:
+    if "pullback" in case.method:  # a cotangent is float32 whatever the others are
         dtypes[2] = "float32"
     return list(map(jax.ShapeDtypeStruct, case.shapes, dtypes))
 
@@ -307,8 +305,7 @@ def _blocks_per_core(target: topology.Gpu, registers: int, threads: int, shared_
 
 
 def _share(case: Case, target: topology.Gpu, body: list[tuple[str, str]], terms: float) -> float:
-    """Returns what part of the loop's time its necessary arithmetic takes, for one of the four
-    schedulers of a core."""
+    """Returns what part of the loop's time its necessary arithmetic takes, for one scheduler."""
     lane_cycles = 32 * 4 / target.lanes_per_core  # of a warp's instruction on the float32 lanes
     special_cycles = 32 * 4 / 16
     on_lanes = sum(_kind(op) == "arithmetic" and op[:4] != "MUFU" for op, _ in body)

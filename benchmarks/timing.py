@@ -67,8 +67,6 @@ def seconds_of(function: Callable) -> float:
 
 
 class GpuEvent(NamedTuple):
-    """A kernel or a copy."""
-
     name: str
     start_ns: float
     duration_ns: float

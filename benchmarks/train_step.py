@@ -45,7 +45,6 @@ def jax_step(config) -> Callable:
 
 
 def torch_step() -> Callable | None:
-    """Returns the step of the same network in PyTorch, or None where there is no PyTorch."""
     try:
         import torch
     except ImportError:

@@ -44,7 +44,6 @@ def make_run(name: str, examples: int, depth: int) -> training.Run:
 
 
 def in_float64(run: training.Run) -> nnx.Module:
-    """Returns the network of a run, computing in float64."""
     model = run.program.build_model(run.numbers)
     for _, module in nnx.iter_modules(model):
         if getattr(module, "dtype", None) is not None:

@@ -1,5 +1,4 @@
-"""An experiment file that makes no configuration is one message with the line; a good one is read
-as it is."""
+"""An experiment file that makes no configuration is one message with the line."""
 
 import json
 import sys
@@ -84,8 +83,7 @@ def test_one_that_comes_with_the_package_is_found_by_its_name_from_anywhere(tmp_
 
 
 def test_what_an_earlier_version_left_is_read_by_this_one(tmp_path):
-    """A field that this version has added has its default, one that it has given up is dropped
-    where it changes nothing, in the base of a comparison, in its levels and in its records."""
+    """New fields get defaults, old ones that change nothing go: in base, levels and records."""
     base = defaults(RunSettings)
     del base["data"]["repeats"], base["ema_decay"]
     base["init_from_network"] = "read"

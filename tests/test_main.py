@@ -1,5 +1,4 @@
-"""``main.py`` as a user meets it: modes, mistakes and interruptions, each in a process of its
-own."""
+"""``main.py`` as a user meets it, in processes of its own: modes, mistakes and interruptions."""
 
 import json
 import re

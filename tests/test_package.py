@@ -1,5 +1,4 @@
-"""The distribution: what each extra brings, what is said where one is missing, and what stands
-beside it."""
+"""The distribution: what each extra brings, what is said where one is missing or stands beside."""
 
 import ast
 import functools

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from adder_flax import attention, ops
+from adder_flax import ops
 from adder_flax.recorder import describe, listening, record, report
 from tests.modules import tiny_vit
 
@@ -105,31 +105,3 @@ def test_a_vision_transformer_names_its_layers(options):
     shapes = lambda r: (r.kind, r.path, r.facts, {name: a.shape for name, a in r.arrays.items()})
     assert [shapes(r) for r in described] == [shapes(r) for r in records]
     assert type(model.blocks[0]).__call__ is type(model.blocks[1]).__call__
-
-
-class Reader(nnx.Module):
-    """Recurrent, with attention from each step to a source."""
-
-    def __init__(self):
-        self.cell = nnx.GRUCell(8, 8, rngs=nnx.Rngs(0))
-        self.attend = attention.AdditiveAttention(8, 8, rngs=nnx.Rngs(1))
-
-    def __call__(self, source):
-        @nnx.scan(in_axes=(None, nnx.Carry), out_axes=(nnx.Carry, 0), length=3)
-        def step(model, state):
-            context = model.attend(state[:, None], source)[:, 0]
-            return model.cell(state, context)
-
-        return step(self, source[:, -1])[1]
-
-
-@pytest.mark.slow
-def test_a_recurrent_model_is_recorded_step_by_step():
-    model, source = Reader(), np.random.default_rng(2).normal(size=(2, 6, 8)).astype(np.float32)
-    output, [seen] = record({"attention": ["query", "weights"]}, model, source)
-    np.testing.assert_allclose(output, model(source), rtol=1e-5, atol=1e-5)
-    assert (seen.kind, seen.path, seen.loops) == ("attention", "attend", (3,))
-    _, first = model.attend(source[:, -1:], source, return_weights=True)
-    np.testing.assert_allclose(seen.arrays["weights"][0, :, 0], first, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(seen.arrays["query"][0, :, 0, 0], source[:, -1])
-    np.testing.assert_allclose(seen.arrays["weights"].sum(-1), 1.0, rtol=1e-5)

@@ -1,5 +1,4 @@
-"""The registry: names, the nearest name, the same definition again, another one under a name that
-is taken."""
+"""The registry: names, the nearest name, the same definition again, another under a taken name."""
 
 import pytest
 

@@ -232,7 +232,6 @@ def test_score_per_block_and_identity():
         (dict(patch_size=3), "divisible by patch_size, got 4 x 4 pixels and patches of 3"),
         (dict(score="laplace"), "expected a score among .*gaussian.*, got 'laplace'"),
         (dict(score=["dot", "adder"]), "one setting or a list of depth = 3, got a list of 2"),
-        (dict(mlp_linear="sparse"), "'dense', 'normed_dense', 'adder' or 'identity', got 'sparse'"),
         (dict(pooling="max"), "pooling 'cls' or 'mean', got 'max'"),
         (dict(score=["dot", "dot", "adder"], scan_blocks=True), "expects blocks that are alike"),
         (dict(depth=0), "depth of at least 1, got 0"),

@@ -13,8 +13,7 @@ OPTIONS = {field.name for field in dataclasses.fields(AttentionSettings)}
 
 
 def test_every_option_of_attention_is_one_of_the_function():
-    """`MultiHeadAttention` hands all of them on: an option takes its declaration and its place in
-    `attend`."""
+    """`MultiHeadAttention` hands all of them on."""
     assert inspect.signature(attention.attend).parameters.keys() >= OPTIONS
 
 
@@ -34,8 +33,7 @@ def test_every_option_of_attention_is_a_keyword_of_every_module(module):
 @pytest.mark.slow
 def test_fields_and_settings_make_the_same_model():
     size = dict(image_size=4, channels=1, num_classes=2)
-    fields = dict(width=8, depth=2, num_heads=2, patch_size=2, score="adder")
-    fields["adder_options"] = {"norm": None}
+    fields = dict(width=8, depth=2, num_heads=2, patch_size=2, adder_options={"norm": None})
     settings = VitSettings(**fields, temperature=2.0)
 
     def structure(**options):
