@@ -43,28 +43,23 @@ def test_defaults_are_what_the_declarations_say_and_their_meanings_are_converted
     assert vars(_Toy()) == GOOD | meanings
 
 
+TAKEN = {
+    "rate": [(0, 0.0), (np.float32(0.5), 0.5), (math.nextafter(1, 0), math.nextafter(1, 0))],
+    "count": [(np.int64(8), 8)],
+    "block": [("4", 4), (4, 4)],
+    "limit": [(0, None), (9, 9.0)],
+    "span": [([0.5, 0.5], (0.5, 0.5))],
+    "kind": [("on", True)],
+    "sizes": [("3, 4", (3, 4)), ("3", (3,))],
+    "layer": [("adder", "adder"), ("adder,dense", ("adder", "dense"))],
+    "most": [(10**9, 10**9), (None, None)],
+    "turns": [([2, 1, 0], (2, 1, 0))],
+    "names": [("a,b", ("a", "b"))],
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "value", "meaning"),
-    [
-        ("rate", 0, 0.0),
-        ("rate", np.float32(0.5), 0.5),
-        ("rate", math.nextafter(1, 0), math.nextafter(1, 0)),
-        ("count", np.int64(8), 8),
-        ("block", "4", 4),
-        ("block", 4, 4),
-        ("limit", 0, None),
-        ("limit", 9, 9.0),
-        ("span", [0.5, 0.5], (0.5, 0.5)),
-        ("kind", "on", True),
-        ("sizes", "3, 4", (3, 4)),
-        ("sizes", "3", (3,)),
-        ("layer", "adder", "adder"),
-        ("layer", "adder,dense", ("adder", "dense")),
-        ("most", 10**9, 10**9),
-        ("most", None, None),
-        ("turns", [2, 1, 0], (2, 1, 0)),
-        ("names", "a,b", ("a", "b")),
-    ],
+    ("name", "value", "meaning"), [(name, *pair) for name in TAKEN for pair in TAKEN[name]]
 )
 def test_what_is_in_range_is_taken_in_one_form(name, value, meaning):
     taken = getattr(read(_Toy, ConfigDict(GOOD | {name: value})), name)
@@ -87,9 +82,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values]
-)
+@pytest.mark.parametrize(("name", "value"), [(name, v) for name in REFUSED for v in REFUSED[name]])
 def test_what_is_not_is_named_with_its_value(name, value):
     with pytest.raises(RunError) as error:
         read(_Toy, GOOD | {name: value})
