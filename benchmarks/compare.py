@@ -27,8 +27,8 @@ from adder_flax import compare, experiment
 from adder_flax.compare import across, table
 from adder_flax.compare.cells import machine
 from adder_flax.report import document
-from benchmarks.optimizer_step import repeated, window_of
-from benchmarks.timing import measure
+from benchmarks.optimizer_step import window_of
+from benchmarks.timing import measure, repeated
 from benchmarks.train_step import jax_step
 
 PAIRS = 6

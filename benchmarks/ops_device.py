@@ -38,7 +38,7 @@ from benchmarks.ops import (
     compile_with,
     fused_table,
 )
-from benchmarks.timing import gpu_events, measure
+from benchmarks.timing import gpu_events, measure, repeated
 
 PARTS = ("kernels", "tiles", "products", "attention")
 SQUARE = ((4096, 64), (4096, 256), (8192, 64), (8192, 256))  # rows and columns, width
@@ -155,18 +155,6 @@ def bench_tiles(table: Table) -> None:
                 table.add(label, *(1e6 * of_tile[kernel] for of_tile in seconds))
 
 
-def repeated(backend: str | None, function: Callable, *operands) -> Callable:
-    """Returns a function that runs `function` several times without waiting in between."""
-    compiled = compile_with(backend, function, *operands)
-
-    def run():
-        for _ in range(CALLS):
-            result = compiled(*operands)
-        return result
-
-    return run
-
-
 def torch_cdist(x: jax.Array, w: jax.Array) -> Callable | None:
     try:
         import torch
@@ -174,14 +162,9 @@ def torch_cdist(x: jax.Array, w: jax.Array) -> Callable | None:
         return None
     if not torch.cuda.is_available():
         return None
-    rows, columns = (torch.from_dlpack(a) for a in (x, w.T.copy()))
-
-    def run():
-        for _ in range(CALLS):
-            torch.cdist(rows, columns, p=1)
-        torch.cuda.synchronize()
-
-    return run
+    distances = functools.partial(torch.cdist, *map(torch.from_dlpack, (x, w.T.copy())), p=1)
+    run = repeated(distances, CALLS)
+    return lambda: (run(), torch.cuda.synchronize())[1]
 
 
 def products_table() -> Table:
@@ -200,22 +183,24 @@ def bench_product(
     def pullback(rule):
         return lambda x, w, g: jax.vjp(lambda x: ops.adder_matmul(x, w, x_gradient=rule), x)[1](g)
 
+    def calls(backend, function, *operands):
+        compiled = compile_with(backend, function, *operands)
+        return repeated(functools.partial(compiled, *operands), CALLS)
+
     backends = [b for b in ops.available_backends() if b not in ("reference", "cpu_native")]
-    functions = {"gemm": repeated(None, functools.partial(jnp.matmul, precision="highest"), x, w)}
+    functions = {"gemm": calls(None, functools.partial(jnp.matmul, precision="highest"), x, w)}
     for backend in backends:
-        functions[f"forward {backend}"] = repeated(backend, ops.adder_matmul, x, w)
-        functions[f"hardtanh {backend}"] = repeated(backend, pullback("hardtanh"), x, w, g)
-        functions[f"sign {backend}"] = repeated(backend, pullback("sign"), x, w, g)
+        functions[f"forward {backend}"] = calls(backend, ops.adder_matmul, x, w)
+        functions[f"hardtanh {backend}"] = calls(backend, pullback("hardtanh"), x, w, g)
+        functions[f"sign {backend}"] = calls(backend, pullback("sign"), x, w, g)
     if (peer := torch_cdist(x, w)) is not None:
         functions["torch"] = peer
     timings = measure(functions, ROUNDS, SECONDS_PER_ROW)
     terms = m * k * n
     for backend in backends:
-        forward, dx, sign = (
-            timings.median(f"{kind} {backend}") / CALLS for kind in ("forward", "hardtanh", "sign")
-        )
-        beside = timings.ratio(f"forward {backend}", "gemm")
-        beside = beside, timings.ratio("torch", f"forward {backend}")
+        kinds = [f"{kind} {backend}" for kind in ("forward", "hardtanh", "sign")]
+        forward, dx, sign = (timings.median(kind) / CALLS for kind in kinds)
+        beside = timings.ratio(kinds[0], "gemm"), timings.ratio("torch", kinds[0])
         rates = [(terms / t / 1e12, limit and terms / t / limit) for t in (forward, dx)]
         table.add(name, f"{m}x{k}x{n}", backend, *rates[0], *beside, *rates[1], terms / sign / 1e12)
 

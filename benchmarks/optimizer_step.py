@@ -25,7 +25,7 @@ import ml_collections
 import benchmarks
 from adder_flax import experiment, ops, settings
 from adder_flax.experiments import common
-from benchmarks.timing import busy_seconds, gpu_events, measure, seconds_of
+from benchmarks.timing import busy_seconds, gpu_events, measure, repeated, seconds_of
 from benchmarks.train_step import NO_AUGMENTATION, jax_step
 
 ROUNDS = 5
@@ -74,15 +74,6 @@ def alike(lengths: dict[str, int]) -> dict[str, int]:
     """
     longest = max(lengths.values())
     return {name: math.ceil(longest / length) * length for name, length in lengths.items()}
-
-
-def repeated(step: Callable, count: int) -> Callable:
-    def steps():
-        for _ in range(count - 1):
-            step()
-        return step()
-
-    return steps
 
 
 def compile_all(steps: dict[str, Callable]) -> None:

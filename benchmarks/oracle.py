@@ -273,9 +273,7 @@ def measure(name: str, steps: int, trials: int) -> list[dict[str, Any]]:
     return [{"network": name} | record for record in (*arms, *compared)]
 
 
-def compare(
-    network: Network, taken: dict[str, tuple[Any, Any]]
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def compare(network: Network, taken: dict[str, tuple[Any, Any]]) -> Iterator[tuple[str, dict]]:
     """Yields the rows of `kfac.oracle.compare_step`, the last of an arm with what the loss does;
     `taken` has by arm the parameters, and what its optimizer added to them."""
     found, of = None, {}
@@ -319,9 +317,8 @@ def steps_table(rows: pd.DataFrame) -> Table:
     whole = whole.assign(true=whole["decrease"] / whole["decrease_oracle"])
     points = ", ".join(map(str, whole["step"].astype(int).unique()))
     titles = {"cosine": "cosine", "best_share": "predicted decrease", "true": "true decrease"}
-    found = whole.groupby("arm", sort=False)[[*titles]].agg(
-        lambda v: ", ".join(map("{:.2f}".format, v))
-    )
+    told = lambda values: ", ".join(map("{:.2f}".format, values))
+    found = whole.groupby("arm", sort=False)[[*titles]].agg(told)
     return as_table(found.rename(columns={k: f"{v}, steps {points}" for k, v in titles.items()}))
 
 

@@ -60,6 +60,17 @@ def measure(
     return timings
 
 
+def repeated(function: Callable, count: int) -> Callable:
+    """Returns a function that calls it so often without waiting, and returns the last result."""
+
+    def run():
+        for _ in range(count - 1):
+            function()
+        return function()
+
+    return run
+
+
 def seconds_of(function: Callable) -> float:
     start = time.perf_counter()
     jax.block_until_ready(function())
