@@ -116,8 +116,8 @@ def test_outputs_agree_for_one_parameter_tree(name):
 def test_cross_attention_with_all_options_agrees(score):
     size = dict(score=score, qkv_features=12, out_features=6, num_kv_heads=1)
     size |= dict(identity=False, temperature=0.7)
-    own = dict(in_kv_features=6, rngs=nnx.Rngs(0))
-    ours = randomised(lambda: attention.MultiHeadAttention(2, 8, **own, **size))
+    own = dict(size, in_kv_features=6)
+    ours = randomised(lambda: attention.MultiHeadAttention(2, 8, **own, rngs=nnx.Rngs(0)))
     module, params = linen.MultiHeadAttention(2, **size), nnx.to_pure_dict(nnx.state(ours))
     inputs = rows(3, 4, 8), rows(3, 7, 6, seed=1), rows(3, 7, 6, seed=2)
     mask = np.random.default_rng(3).random((3, 1, 4, 7)) < 0.6
