@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Iterable, Sequence
 
 from adder_flax import app
 
@@ -11,6 +12,14 @@ if sys.argv[0] == "-m":
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser of a command line whose help begins with a file's header."""
     form = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(description=description, formatter_class=form)
+
+
+def print_row(cells: Iterable[object]) -> None:
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def print_titles(titles: Sequence[str]) -> None:
+    print_row(titles)
+    print(f"{'|---' * len(titles)}|", flush=True)

@@ -27,8 +27,8 @@ from adder_flax import compare, experiment
 from adder_flax.compare import across, table
 from adder_flax.compare.cells import machine
 from adder_flax.report import document
-from benchmarks.optimizer_step import repeated, window_of
-from benchmarks.timing import measure
+from benchmarks.optimizer_step import window_of
+from benchmarks.timing import measure, repeated
 from benchmarks.train_step import jax_step
 
 PAIRS = 6
@@ -36,14 +36,11 @@ REPETITIONS = 2000
 
 
 def coverage() -> None:
-    """Prints how often intervals hold zero and tests are passed where there is no difference."""
     rng = np.random.default_rng(0)
     found = [compare.paired_difference(*rng.normal(size=(2, PAIRS))) for _ in range(REPETITIONS)]
-    student, bootstrap = (
-        np.mean([low <= 0 <= high for low, high in ends])
-        for ends in zip(*(((each.low, each.high), each.bootstrap) for each in found), strict=True)
-    )
-    passed = np.mean([difference.p_value <= 0.05 for difference in found])
+    student = np.mean([each.low <= 0 <= each.high for each in found])
+    bootstrap = np.mean([each.bootstrap[0] <= 0 <= each.bootstrap[1] for each in found])
+    passed = np.mean([each.p_value <= 0.05 for each in found])
     print(
         f"{REPETITIONS} comparisons of {PAIRS} pairs: {student:.1%} of Student's intervals hold "
         f"zero, {bootstrap:.1%} of the bootstrap's; p ≤ 0.05 in {passed:.1%}"
@@ -51,7 +48,6 @@ def coverage() -> None:
 
 
 def seconds(results: str, config: str, rounds: int) -> None:
-    """Prints what a step of each arm takes, and steps and seconds to the validation target."""
     fields = experiment.load_experiment(config)
     fields.results = results
     with tempfile.TemporaryDirectory() as workdir:
@@ -70,12 +66,10 @@ def seconds(results: str, config: str, rounds: int) -> None:
     except ValueError as error:
         sys.exit(f"error: {error}")
     # Of other machines those stay that timed all of these arms; without one they compare nothing.
-    timed = [
-        row
-        for place, of_place in before.items()
-        if place != here and configs.keys() <= {row["arm"] for row in of_place}
-        for row in of_place
-    ]
+    timed = []
+    for place, of_place in before.items():
+        if place != here and configs.keys() <= {row["arm"] for row in of_place}:
+            timed += of_place
     window = math.lcm(*map(window_of, configs.values()))
     steps = {name: repeated(jax_step(config), window) for name, config in configs.items()}
     timings = measure(steps, rounds, seconds=math.inf)
@@ -94,19 +88,19 @@ def seconds(results: str, config: str, rounds: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints one of the two."""
     parser = benchmarks.parser(__doc__)
     commands = parser.add_subparsers(dest="what", required=True)
-    commands.add_parser("coverage").set_defaults(run=coverage)
+    commands.add_parser("coverage")
     timed = commands.add_parser("seconds")
     timed.add_argument("results", help="folder of the comparison")
     timed.add_argument("--config", required=True, help="its experiment")
     timed.add_argument("--rounds", type=int, default=9, help="windows of each arm")
-    timed.set_defaults(run=seconds)
-    options = vars(parser.parse_args(arguments))
-    run = options.pop("run")
-    del options["what"]
-    run(**options)
+
+    options = parser.parse_args(arguments)
+    if options.what == "coverage":
+        coverage()
+    else:
+        seconds(options.results, options.config, options.rounds)
 
 
 if __name__ == "__main__":

@@ -12,56 +12,45 @@ for GPUs, and takes some minutes for each row of the larger models.
 """
 
 import argparse
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
-import benchmarks
 from adder_flax import data, training
 from adder_flax.experiments import common
+from benchmarks import parser, print_row, print_titles
+
+BATCH_SIZE = 1024
+TITLES = ("`--config=`", "topology", "train state, batch, program", "activations, gradients")
+TITLES += ("one device", "multiplications, additions", "compiled in")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the table."""
-    parser = benchmarks.parser(__doc__)
-    parser.add_argument("--sizes", default="tiny,small,base")
-    parser.add_argument("--mechanisms", default="multiplicative,additive,adder")
-    parser.add_argument("--optimizers", default="adamw,kfac")
-    parser.add_argument("--topologies", default="v5e:2x4,v5e:4x4")
-    parser.add_argument("--batch_size", type=int, default=1024)
-    parser.add_argument("--accumulation_steps", type=int, default=1)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument(
+    given = parser(__doc__)
+    given.add_argument("--sizes", default="tiny,small,base")
+    given.add_argument("--mechanisms", default="multiplicative,additive,adder")
+    given.add_argument("--optimizers", default="adamw,kfac")
+    given.add_argument("--topologies", default="v5e:2x4,v5e:4x4")
+    given.add_argument("--accumulation_steps", type=int, default=1)
+    given.add_argument("--dtype", default="float32")
+    given.add_argument(
         "--fsdp", type=int, default=1, help="devices over which parameters are split; -1 for all"
     )
-    options = parser.parse_args(arguments)
-    titles = (
-        "`--config=`",
-        "topology",
-        "train state, batch, program",
-        "activations, gradients",
-        "one device",
-    )
-    titles += ("multiplications, additions", "compiled in")
-    print(
-        f"batch {options.batch_size} in {options.accumulation_steps} parts, {options.dtype}, fsdp "
-        f"{options.fsdp}\n\n"
-        f"{_line(titles)}\n{'|---' * len(titles)}|",
-        flush=True,
-    )
-    for topology in options.topologies.split(","):
-        for size in options.sizes.split(","):
-            for mechanism in options.mechanisms.split(","):
-                for optimizer in options.optimizers.split(","):
-                    print(row(mechanism, size, optimizer, topology, options), flush=True)
+    options = given.parse_args(arguments)
+    parts, fsdp = options.accumulation_steps, options.fsdp
+    print(f"batch {BATCH_SIZE} in {parts} parts, {options.dtype}, fsdp {fsdp}\n")
+    print_titles(TITLES)
+    chosen = options.topologies, options.sizes, options.mechanisms, options.optimizers
+    for case in itertools.product(*(names.split(",") for names in chosen)):
+        print_row(cells(*case, options))
 
 
-def row(
-    mechanism: str, size: str, optimizer: str, topology: str, options: argparse.Namespace
-) -> str:
-    """Returns one line of the table."""
+def cells(
+    topology: str, size: str, mechanism: str, optimizer: str, options: argparse.Namespace
+) -> Iterator[str]:
     config = common.deit(mechanism, size, "imagenet2012")
     config.update_from_flattened_dict(
         {
-            "batch_size": options.batch_size,
+            "batch_size": BATCH_SIZE,
             "accumulation_steps": options.accumulation_steps,
             "optimizer.name": optimizer,
             "model.dtype": options.dtype,
@@ -76,21 +65,14 @@ def row(
     counted = training.step_operations(run)
     working = step.memory["activations, gradients"]
     experiment = "deit" if mechanism == "multiplicative" else f"{mechanism}_deit"
-    refused = "program" not in step.memory
-    cells = (
-        f"`{experiment}_{size}.py:imagenet2012`" + (" + K-FAC" if optimizer == "kfac" else ""),
-        f"`{topology}`",
-        _gib(step.total - working),
-        _gib(working),
-        f"{_gib(step.total)}: {'fits' if step.fits else 'does not fit'}",
-        f"{counted.multiplications:.2e}, {counted.additions:.2e}".replace("e+", "e"),
-        f"{'refused after ' if refused else ''}{step.compile_seconds:.0f} s",
-    )
-    return _line(cells)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    yield f"`{experiment}_{size}.py:imagenet2012`" + (" + K-FAC" if optimizer == "kfac" else "")
+    yield f"`{topology}`"
+    yield _gib(step.total - working)
+    yield _gib(working)
+    yield f"{_gib(step.total)}: {'fits' if step.fits else 'does not fit'}"
+    yield f"{counted.multiplications:.2e}, {counted.additions:.2e}".replace("e+", "e")
+    refused = "" if "program" in step.memory else "refused after "
+    yield f"{refused}{step.compile_seconds:.0f} s"
 
 
 def _gib(size: int) -> str:

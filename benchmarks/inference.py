@@ -42,34 +42,25 @@ from adder_flax.models import VisionTransformer
 from benchmarks.ops import cores
 from benchmarks.timing import measure
 
-OURS, ROUNDS, CALIBRATION_IMAGES, SCORED_BATCH = "ours, int8 adder", 15, 64, 64
+OURS, CALIBRATION_IMAGES, SCORED_BATCH = "ours, int8 adder", 64, 64
+ROUNDS, SECONDS_PER_BATCH = 15, 120.0
 TITLES = ("batch", "network", "ms", "images/s", f"times as long as {OURS}", "MB", "accuracy")
 
 
 class Files(NamedTuple):
-    """All that a process needs to load any of the networks.
+    """All that a process needs to load any of the networks."""
 
-    Attributes:
-      folder: with the weights of each in a file, see `write`.
-      fields: `config.model` of the adder network and of the multiplicative one, by name.
-      image_shape: height, width and channels.
-      num_classes: of both.
-      bits: of the files in few bits.
-      network: what their header says of the network.
-    """
-
-    folder: Path
-    fields: dict[str, dict[str, Any]]
-    image_shape: tuple[int, int, int]
+    folder: Path  # with the weights of each in a file, see `write`
+    fields: dict[str, dict[str, Any]]  # `config.model` of the adder and the multiplicative network
+    image_shape: tuple[int, int, int]  # height, width and channels
     num_classes: int
-    bits: tuple[int, ...] = (8,)
-    network: dict[str, Any] = {}
+    bits: tuple[int, ...] = (8,)  # of the files in few bits
+    network: dict[str, Any] = {}  # what their header says of the network
 
     def vit(self, kind: str) -> settings.VitSettings:
         return settings.read(settings.VitSettings, ConfigDict(self.fields[kind]))
 
     def model(self, kind: str) -> VisionTransformer:
-        """Returns the `adder` or `multiplicative` network without weights."""
         sizes: dict[str, Any] = dict(image_size=self.image_shape[:2], channels=self.image_shape[2])
         sizes |= dict(settings=self.vit(kind), num_classes=self.num_classes)
         return nnx.eval_shape(lambda: VisionTransformer(**sizes, rngs=nnx.Rngs(0)))
@@ -83,14 +74,15 @@ class Network(NamedTuple):
 
 
 def ours(files: Files, batch: int, *, kind: str, bits: int = 0) -> Network:
-    """Returns a network of this project, compiled."""
-    like, path = files.model(kind), files.folder / f"{kind}.safetensors"
+    like = files.model(kind)
     if bits:
         path = files.folder / f"int{bits}.safetensors"
         model, _ = interop.load_integers(like, path, network=files.network)
     else:
-        model = nnx.merge(*_zeros(like))
-        interop.load_weights(model, path)
+        zeros = lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype)
+        graphdef, state = nnx.split(like)
+        model = nnx.merge(graphdef, jax.tree.map(zeros, state))
+        interop.load_weights(model, files.folder / f"{kind}.safetensors")
     graphdef, state = nnx.split(model)
     call = jax.jit(lambda state, images: nnx.merge(graphdef, state)(images))
     return Network(functools.partial(call, state), jax.numpy.asarray)
@@ -111,7 +103,6 @@ def in_torch(files: Files, batch: int, *, compiled: bool) -> Network:
 
 
 def timm_model(files: Files) -> Any:
-    """Returns timm's vision transformer with the multiplicative network's weights."""
     import timm
     from safetensors.torch import load_file
 
@@ -132,10 +123,7 @@ def in_onnxruntime(files: Files, batch: int) -> Network:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = cores()
     session = onnxruntime.InferenceSession(str(onnx_file(files, "int8", batch)), options)
-    return Network(
-        lambda images: session.run(None, {"images": images})[0],
-        _channels_first,
-    )
+    return Network(lambda images: session.run(None, {"images": images})[0], _channels_first)
 
 
 def in_openvino(files: Files, batch: int, *, kind: str, precision: str) -> Network:
@@ -174,7 +162,6 @@ def networks(files: Files) -> Iterator[tuple[str, Callable[[Files, int], Network
 
 
 def write(folder: Path, models: dict[str, nnx.Module], **shared: Any) -> Files:
-    """Writes the weights of both networks in float32."""
     for kind, model in models.items():
         interop.save_weights(model, folder / f"{kind}.safetensors")
     interop.save_weights(models["multiplicative"], folder / "timm.safetensors", names="timm")
@@ -211,20 +198,19 @@ def write_onnx(files: Files, images: np.ndarray, batch: int) -> None:
     )
 
 
-def random_networks(size: str, side: int, folder: Path) -> tuple[Files, np.ndarray]:
-    """Writes DeiTs of random weights, and returns images of noise to calibrate on."""
+def random_networks(size: str, folder: Path) -> tuple[Files, np.ndarray]:
     fields, models = {}, {}
     for kind in ("adder", "multiplicative"):
         model = common.deit(kind, size).model
-        model.patch_size = 16 if side >= 128 else side // 8
+        model.patch_size = 16
         fields[kind] = model.to_dict()
-        sizes = dict(image_size=side, num_classes=1000, rngs=nnx.Rngs(0))
+        sizes = dict(image_size=224, num_classes=1000, rngs=nnx.Rngs(0))
         vit = settings.read(settings.VitSettings, model)
         models[kind] = VisionTransformer(settings=vit, **sizes)
-    images = np.random.default_rng(0).normal(size=(8, side, side, 3)).astype(np.float32)
+    images = np.random.default_rng(0).normal(size=(8, 224, 224, 3)).astype(np.float32)
     few = quantized.quantize_model(models["adder"], images)
     interop.save_integers(few, folder / "int8.safetensors", bits=8, network={}, notes={})
-    shared = dict(image_shape=(side, side, 3), num_classes=1000)
+    shared = dict(image_shape=(224, 224, 3), num_classes=1000)
     return write(folder, models, fields=fields, **shared), images
 
 
@@ -233,22 +219,19 @@ def trained_networks(workdirs: Sequence[str], folder: Path) -> tuple[Files, np.n
     fields, models, network = {}, {}, {}
     for kind, workdir in zip(("adder", "multiplicative"), workdirs, strict=True):
         run = training.build_run(training.read_config(workdir), teach=False)
-        place = training.SavedCheckpoints(
-            Path(workdir) / "checkpoints", of=training.fingerprint(run.config)
-        )
+        of = training.fingerprint(run.config)
+        place = training.SavedCheckpoints(Path(workdir) / "checkpoints", of=of)
         state = place.restore(run.abstract_state, "last")
         fields[kind] = run.config.model.to_dict()
         models[kind] = run.model(training.evaluation_params(state))
         network = network or modes.network_fields(run)
-    few = [path for path in Path(workdirs[0]).glob("int?.safetensors")]
+    few = list(Path(workdirs[0]).glob("int?.safetensors"))
     for path in few:
         shutil.copy(path, folder)
-    inputs = run.task.example().inputs[0]
-    shared = dict(image_shape=inputs.shape[1:], num_classes=run.task.example().sizes["classes"])
     images = run.task.inputs(run.train_source.first(CALIBRATION_IMAGES))[0]
+    shared = dict(image_shape=images.shape[1:], num_classes=run.task.example().sizes["classes"])
     shared |= dict(bits=tuple(sorted((int(path.stem[3:]) for path in few), reverse=True)))
-    shared |= dict(fields=fields, network=network)
-    return write(folder, models, **shared), np.asarray(images), run
+    return write(folder, models, fields=fields, network=network, **shared), np.asarray(images), run
 
 
 def accuracy(network: Network, run: training.Run) -> float:
@@ -262,7 +245,6 @@ def accuracy(network: Network, run: training.Run) -> float:
 
 
 def peak_memory(files: Files, name: str, batch: int) -> int:
-    """Returns bytes that a network adds to the peak of a process of its own."""
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(_load_and_call, files, name, batch).result()
@@ -287,11 +269,6 @@ def _installed(who: str, *packages: str) -> bool:
     return not absent
 
 
-def _zeros(like: nnx.Module) -> tuple[Any, Any]:
-    graphdef, state = nnx.split(like)
-    return graphdef, jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), state)
-
-
 def _channels_first(images: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
 
@@ -299,11 +276,9 @@ def _channels_first(images: np.ndarray) -> np.ndarray:
 def main() -> None:
     parser = benchmarks.parser(__doc__)
     parser.add_argument("--size", choices=("tiny", "small"), default="tiny")
-    parser.add_argument("--side", type=int, default=224, help="of the images, in pixels")
     runs = dict(nargs=2, metavar=("ADDER", "MULTIPLICATIVE"))
-    parser.add_argument("--runs", **runs, help="directories of runs, in place of size and side")
+    parser.add_argument("--runs", **runs, help="directories of runs, in place of a size")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--seconds", type=float, default=120.0, help="for each batch")
     options = parser.parse_args()
     forkserver.ensure_running()  # while this process is small: children count its memory as theirs
     print(f"jax {jax.__version__}, {own_cache.processor_name()}, {cores()} cores")
@@ -316,10 +291,10 @@ def main() -> None:
             for name, load in networks(files):
                 scores[name] = f"{accuracy(load(files, SCORED_BATCH), run):.4f}"
         else:
-            files, calibration = random_networks(options.size, options.side, folder)
+            files, calibration = random_networks(options.size, folder)
         vit = files.vit("multiplicative")
         print(f"{vit.depth} blocks of width {vit.width}, images {files.image_shape}\n")
-        print(f"| {' | '.join(TITLES)} |\n{'|---' * len(TITLES)}|")
+        benchmarks.print_titles(TITLES)
         for batch in options.batches:
             write_onnx(files, calibration, batch)
             images = np.resize(calibration, (batch, *files.image_shape))
@@ -327,13 +302,13 @@ def main() -> None:
             for name, load in networks(files):
                 network = load(files, batch)
                 functions[name] = functools.partial(network.call, network.given(images))
-            timings = measure(functions, ROUNDS, options.seconds)
+            timings = measure(functions, ROUNDS, SECONDS_PER_BATCH)
             for name in functions:
                 seconds, ratio = timings.median(name), timings.ratio(name, OURS)
                 memory = peak_memory(files, name, batch) / 1e6
                 row = (batch, name, f"{1e3 * seconds:.1f}", f"{batch / seconds:.1f}")
                 row += (f"{ratio:.2f}", f"{memory:.0f}", scores.get(name, ""))
-                print(f"| {' | '.join(map(str, row))} |", flush=True)
+                benchmarks.print_row(row)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ install ".[gpu-compile]"``, and no driver. Where there is a GPU, it is also set 
 library that XLA has for the same: the time of a batch, and the error of the inverses.
 """
 
+import functools
 import hashlib
 import re
 from collections.abc import Sequence
@@ -27,21 +28,16 @@ LANES = 24
 
 
 def ptx_of(source: str) -> str:
-    """Returns the kernel as PTX, behind a line that tells of which source it is.
-
-    The code needs nothing that came after the first GPUs of XLA, which the assembler checks.
-    """
+    # It needs nothing that came after the first GPUs of XLA, which the assembler checks.
     ptx = re.sub(r"^\.target .*$", ".target sm_60", _nvrtc.compile_to_ptx(source), flags=re.M)
     return f"{first_line(source)}\n{ptx.strip()}\n"
 
 
 def first_line(source: str) -> str:
-    """Returns what the PTX of a source begins with."""
     return f"// Of {_inverses.SOURCE.name}, SHA-256 {hashlib.sha256(source.encode()).hexdigest()}"
 
 
 def print_costs() -> None:
-    """Prints what the kernel costs on GPUs that need not be here."""
     for gpu in GPU_NAMES:
         architecture = topology.GPUS[gpu].architecture
         says = assemble(_inverses.PTX.read_text(), architecture).assembler_says
@@ -50,31 +46,23 @@ def print_costs() -> None:
 
 
 def print_measured(calls: int = 20) -> None:
-    """Prints the time and the error of a batch by the kernel and by the library.
-
-    The matrices are as ill conditioned as factors are: half of their eigenvalues near 1e-4 of the
-    largest.
-    """
-    rng = np.random.default_rng(0)
-    rows = _inverses.ROWS
+    # As ill conditioned as factors are: half of their eigenvalues near 1e-4 of the largest.
+    rng, rows = np.random.default_rng(0), _inverses.ROWS
     columns = rng.normal(size=(LANES, rows // 2, rows)) / np.sqrt(rows)
     matrices = columns.mT @ columns + 1e-4 * np.eye(rows)
     exact = np.linalg.inv(matrices)
-    for name, root_of in {
-        "kernel": _inverses._root_by_kernel,
-        "library": _inverses._root_by_cholesky,
-    }.items():
-        function = jax.jit(root_of)
-        root = np.asarray(function(jnp.asarray(matrices, jnp.float32)), np.float64)
+    given = jnp.asarray(matrices, jnp.float32)
+    ways = {"kernel": _inverses._root_by_kernel, "library": _inverses._root_by_cholesky}
+    for name, root_of in ways.items():
+        function = functools.partial(jax.jit(root_of), given)
+        root = np.asarray(function(), np.float64)
         error = np.linalg.norm(root.mT @ root - exact) / np.linalg.norm(exact)
-        given = jnp.asarray(matrices, jnp.float32)
-        events = gpu_events(lambda f=function, given=given: f(given), calls)
+        events = gpu_events(function, calls)
         microseconds = 1e6 * busy_seconds(events) / calls
         print(f"{name}: {LANES} of {rows} rows in {microseconds:.0f} us, error {error:.1e}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the costs, and what was measured where there is a GPU."""
     parser = benchmarks.parser(__doc__)
     parser.add_argument("--write", action="store_true", help="make the PTX anew")
     if parser.parse_args(arguments).write:

@@ -16,12 +16,14 @@ SciPy and scikit-learn are compared with where they are installed
 import contextlib
 import ctypes
 import functools
+import itertools
 import os
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -61,8 +63,7 @@ def cores() -> int:
 
 
 class Bounds:
-    """Terms a second on all cores that no kernel can exceed: `rates` by name, none without a
-    native library."""
+    """Terms a second on all cores that no kernel can exceed, if there is a native library."""
 
     def __init__(self, library: ctypes.CDLL | None, symbols: dict[str, str] = BOUNDS):
         self.rates: dict[str, float] = {}
@@ -80,12 +81,10 @@ class Bounds:
 
 
 def native_bounds() -> Bounds:
-    if jax.default_backend() != "cpu":
-        return Bounds(None)
-    if (reason := _cpu.CpuBackend().why_unavailable()) is not None:
+    reason = _cpu.CpuBackend().why_unavailable()
+    if jax.default_backend() == "cpu" and reason:
         print(f"no bound: {reason}")
-        return Bounds(None)
-    return Bounds(_cpu.load_library())
+    return Bounds(_cpu.load_library() if jax.default_backend() == "cpu" and not reason else None)
 
 
 def _loops(function):
@@ -105,20 +104,15 @@ def _span_of(loop, iterations: int) -> tuple[float, float]:
 
 
 def _rate_on_all_cores(loop, iterations: int) -> float:
-    """Returns the terms a second of each core's best run, summed; only of runs during which all
-    cores were at work, since they may be threads of one."""
+    # The best run of each core, of those during which all were at work: they may be threads of one.
     together = threading.Barrier(cores())
-    spans: list[list[tuple[float, float]]] = [[] for _ in range(cores())]
 
-    def work(mine):
+    def work(_):
         together.wait()
-        mine.extend(_span_of(loop, iterations) for _ in range(BOUND_RUNS))
+        return [_span_of(loop, iterations) for _ in range(BOUND_RUNS)]
 
-    threads = [threading.Thread(target=work, args=(mine,)) for mine in spans]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(cores()) as threads:
+        spans = list(threads.map(work, range(cores())))
     begin = max(mine[0][0] for mine in spans)
     end = min(sum(mine[-1]) for mine in spans)
     terms, total = iterations * loop(1), 0.0
@@ -129,7 +123,6 @@ def _rate_on_all_cores(loop, iterations: int) -> float:
 
 
 def compile_with(backend: str | None, function: Callable, *arrays):
-    """Returns the compiled function, traced under `backend` (or under none)."""
     with ops.use_backend(backend) if backend else contextlib.nullcontext():
         return jax.jit(function).lower(*arrays).compile()
 
@@ -139,9 +132,6 @@ def megabytes(compiled) -> float:
 
 
 def with_gradients(function: Callable, count: int) -> Callable:
-    """Returns a function that computes `function` and the gradients of its first `count` arguments
-    for a cotangent."""
-
     def both(cotangent, *arrays):
         y, vjp = jax.vjp(function, *arrays)
         return y, vjp(cotangent)[:count]
@@ -150,8 +140,7 @@ def with_gradients(function: Callable, count: int) -> Callable:
 
 
 def peers(x: np.ndarray, w: np.ndarray) -> dict[str, Callable]:
-    """Returns the pairwise L1 distances of rows of x and columns of w by those libraries that are
-    installed."""
+    """Returns functions of other libraries for the L1 distances of rows of x and columns of w."""
     found, columns = {}, np.ascontiguousarray(w.T)
     with contextlib.suppress(ImportError):
         import torch
@@ -171,12 +160,8 @@ def peers(x: np.ndarray, w: np.ndarray) -> dict[str, Callable]:
 
 
 class Table:
-    """Rows that are printed as they come and kept for the summary.
-
-    Args:
-      columns: title and width of each column, as `title:width`, where _ stands for a space; cells
-        come in this order.
-    """
+    """Rows that are printed as they come and kept for the summary; columns are given as
+    `title:width`, where _ stands for a space, and cells come in this order."""
 
     def __init__(self, *columns: str):
         pairs = (column.rsplit(":", 1) for column in columns)
@@ -215,7 +200,6 @@ def share(timings: Timings, name: str, terms: int, bounds: Bounds, bound: str) -
 
 
 def above_bounds(table: Table) -> list[str]:
-    """Returns a line for each share of a bound that is more than the whole."""
     return [
         f"{column} of {', '.join(map(str, list(row.values())[:3]))}: {row[column]:.3f}"
         for row in table.rows
@@ -231,13 +215,7 @@ def pairs_table() -> Table:
 
 
 class Sums(NamedTuple):
-    """What is measured in a row: sums over pairs, their operands, and what they stand beside.
-
-    Attributes:
-      bound: the name of what no forward pass exceeds.
-      beside: other libraries' functions, without arguments.
-      pull: the gradient of the first operand alone, of the operands and a cotangent; or None.
-    """
+    """What is measured in a row: sums over pairs, their operands, and what they stand beside."""
 
     name: str
     shape: tuple[int, ...]
@@ -246,29 +224,22 @@ class Sums(NamedTuple):
     operands: tuple
     product: Callable
     naive: Callable
-    bound: str = "forward"
-    beside: dict[str, Callable] = {}
-    pull: Callable | None = None
+    bound: str = "forward"  # which no forward pass exceeds
+    beside: dict[str, Callable] = {}  # other libraries' functions, without arguments
+    pull: Callable | None = None  # the first operand's gradient, of the operands and a cotangent
 
 
 def layer_sums(name: str, shape: tuple[int, int, int]) -> Sums:
-    """Returns the product of an adder layer."""
     (m, k, n), rng = shape, np.random.default_rng(0)
     x, w = (rng.normal(size=s).astype(np.float32) for s in ((m, k), (k, n)))
     pull = lambda x, w, g: jax.vjp(lambda x: ops.adder_matmul(x, w), x)[1](g)
-    operands, naive = (
-        (jnp.asarray(x), jnp.asarray(w)),
-        lambda x, w: -jnp.abs(x[:, :, None] - w).sum(1),
-    )
-    return Sums(
-        *(name, shape, m * k * n, ops.adder_matmul, operands, jnp.matmul, naive),
-        beside=peers(x, w),
-        pull=pull,
-    )
+    operands = jnp.asarray(x), jnp.asarray(w)
+    naive = lambda x, w: -jnp.abs(x[:, :, None] - w).sum(1)
+    sums = name, shape, m * k * n, ops.adder_matmul, operands, jnp.matmul, naive
+    return Sums(*sums, beside=peers(x, w), pull=pull)
 
 
 def score_sums(name: str, shape: tuple[int, int]) -> Sums:
-    """Returns the scores of attention, `l1` or `additive`."""
     (heads, tokens), rng = shape, np.random.default_rng(0)
     size = (heads, tokens, HEAD_DIM)
     operands = tuple(jnp.asarray(rng.normal(size=size), jnp.float32) for _ in range(2))
@@ -287,24 +258,24 @@ def bench_pairs(table: Table, sums: Sums, backends, bounds) -> None:
     bounds.measure()
     shape = jax.eval_shape(sums.function, *sums.operands).shape
     g = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
-    count = len(sums.operands)
 
     def prepared(backend, function, *operands):
         return functools.partial(compile_with(backend, function, *operands), *operands)
+
+    def prepared_train(backend, function):
+        return prepared(backend, with_gradients(function, len(sums.operands)), g, *sums.operands)
 
     forwards, trains = {}, {}
     fast = {"gemm": prepared(None, sums.product, *sums.operands)}
     for name in backends:
         forwards[f"forward {name}"] = prepared(name, sums.function, *sums.operands)
-        both = with_gradients(sums.function, count)
-        trains[f"train {name}"] = prepared(name, both, g, *sums.operands)
+        trains[f"train {name}"] = prepared_train(name, sums.function)
         if sums.pull is not None:
             fast[f"dx {name}"] = prepared(name, sums.pull, *sums.operands, g)
     slow = forwards | trains
     if sums.terms * 4 <= BROADCAST_LIMIT_BYTES:
         slow["broadcast"] = prepared(None, sums.naive, *sums.operands)
-        naive = with_gradients(sums.naive, count)
-        slow["broadcast train"] = prepared(None, naive, g, *sums.operands)
+        slow["broadcast train"] = prepared_train(None, sums.naive)
     quick = measure(fast | forwards | trains, ROUNDS, SECONDS_PER_CASE)
     patient = measure(slow, SLOW_ROUNDS, SECONDS_PER_CASE)
     beside = measure(forwards | sums.beside, ROUNDS, SECONDS_PER_CASE)
@@ -331,8 +302,7 @@ def fused_table() -> Table:
 
 
 def bench_fused(table: Table, score: str, shape: tuple[int, int]) -> None:
-    """Adds one row: attention with the gradients of queries, keys and values, by the whole map and
-    block by block."""
+    """Adds a row: attention with its gradients, by the whole map and block by block."""
     heads, tokens = shape
     rng = np.random.default_rng(0)
     size = (1, tokens, heads, HEAD_DIM)
@@ -357,8 +327,7 @@ def bench_fused(table: Table, score: str, shape: tuple[int, int]) -> None:
 
 
 def fused_from(table: Table, score: str) -> int | None:
-    """Returns from which of the measured numbers of tokens on blocks were faster at each; None if
-    not at the last."""
+    """Returns from how many tokens on blocks were faster; None if not at the last number."""
     rows = [row for row in table.rows if row["attention"] == score]
     slower = [n for n, row in enumerate(rows) if row["whole/fused"] < 1]
     faster = rows[slower[-1] + 1 :] if slower else rows
@@ -366,7 +335,6 @@ def fused_from(table: Table, score: str) -> int | None:
 
 
 def print_summary(layers: Table, scores: Table, fused: Table) -> None:
-    """Prints the median and the worst over all shapes of what this package is measured by."""
     best = layers.rows[0]["backend"]
     of = functools.partial(layers.values, backend=best)
     rows = [row for row in layers.rows if row["backend"] == best and row["broadcast MB"]]
@@ -382,13 +350,10 @@ def print_summary(layers: Table, scores: Table, fused: Table) -> None:
         ("  share of the bound of the gradient of x", of("dx bound"), min),
         ("forward and both gradients, times faster than the broadcast", of("/broadcast"), min),
         ("  temporary memory over the broadcast's", memory, max),
-        (
-            "l1_scores forward and gradients at N = 197, times faster than the broadcast",
-            scores.values("/broadcast", **of_l1),
-            min,
-        ),
         ("fused adder attention: memory at N = 4096 over that at N = 1024", [grown], max),
     ]
+    text = "l1_scores forward and gradients at N = 197, times faster than the broadcast"
+    lines.insert(-1, (text, scores.values("/broadcast", **of_l1), min))
     print(f"\n{'median':>84}  {'worst':>7}")
     for text, values, worst in lines:
         if values:
@@ -423,11 +388,10 @@ def main() -> None:
 
     layers, scores, fused = pairs_table(), pairs_table(), fused_table()
     layers.print_titles()
-    for model, width in list(WIDTHS.items())[:few]:
-        for images, tokens in TOKENS[:few]:
-            for layer, (inputs, outputs) in LAYERS.items():
-                shape = (images * tokens, inputs * width, outputs * width)
-                bench_pairs(layers, layer_sums(f"{model} {layer}", shape), backends, bounds)
+    cases = itertools.product(list(WIDTHS.items())[:few], TOKENS[:few], LAYERS.items())
+    for (model, width), (images, tokens), (layer, (inputs, outputs)) in cases:
+        shape = (images * tokens, inputs * width, outputs * width)
+        bench_pairs(layers, layer_sums(f"{model} {layer}", shape), backends, bounds)
     for name in ("l1", "additive"):
         for shape in ATTENTION[: 2 * few if few else None]:
             bench_pairs(scores, score_sums(name, shape), backends, bounds)

@@ -38,13 +38,13 @@ from benchmarks.ops import (
     compile_with,
     fused_table,
 )
-from benchmarks.timing import gpu_events, measure
+from benchmarks.timing import gpu_events, measure, repeated
 
 PARTS = ("kernels", "tiles", "products", "attention")
 SQUARE = ((4096, 64), (4096, 256), (8192, 64), (8192, 256))  # rows and columns, width
 IMAGES = 128  # of 197 tokens, in the layers
 ATTENTION = ((192, 197), (96, 512), (48, 1024), (24, 2048), (12, 4096))  # heads of a batch x tokens
-ROUNDS, CALLS = 7, 10
+ROUNDS, CALLS, SECONDS_PER_ROW = 7, 10, 10.0
 TRACED = 20  # calls of a kernel in a profile
 
 # Each thread adds to so many sums, which depend on nothing but themselves.
@@ -71,10 +71,7 @@ extern "C" __global__ void __launch_bounds__({_PEAK_THREADS}) adder_flax_peak(
 
 
 def kernel_seconds(function: Callable, *operands) -> dict[str, float]:
-    """Returns how long the device computes each of this project's kernels that a program runs.
-
-    They are medians over several calls, by the name of the kernel, from JAX's profiler.
-    """
+    """Returns how long each of this project's kernels in a program takes, medians over calls."""
     jax.block_until_ready(function(*operands))
     seconds: dict[str, list[float]] = {}
     for event in gpu_events(functools.partial(function, *operands), TRACED):
@@ -86,7 +83,6 @@ def kernel_seconds(function: Callable, *operands) -> dict[str, float]:
 
 
 def addition_rate(cores: int) -> float:
-    """Returns the float32 additions a second of a loop of nothing else on all cores."""
     blocks = cores * _PEAK_BLOCKS_PER_CORE
     kernel = Kernel("adder_flax_peak", _PEAK_SOURCE, blocks, _PEAK_THREADS, stage=0)
     result = jax.ShapeDtypeStruct((blocks * _PEAK_THREADS,), jnp.float32)
@@ -97,7 +93,6 @@ def addition_rate(cores: int) -> float:
 
 
 def terms_of(case: sass.Case) -> int:
-    """Returns the terms of each of a case's sums."""
     (batch, rows, width), second = case.shapes[:2]
     return batch * rows * width * second[1 if case.options.get("axes", "nk") == "nk" else 2]
 
@@ -116,7 +111,6 @@ def kernels_table() -> Table:
 
 
 def compiled_case(case: sass.Case, backend: CudaBackend) -> tuple[Callable, list[jax.Array]]:
-    """Returns a case, compiled, and operands for it, of random numbers."""
     like = sass.operands_of(case)
     keys = jax.random.split(jax.random.key(0), len(like))
     operands = [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, like, strict=True)]
@@ -125,27 +119,20 @@ def compiled_case(case: sass.Case, backend: CudaBackend) -> tuple[Callable, list
 
 
 def labels(name: str) -> dict[str, str]:
-    """Returns how the kernels of a case are called in tables, by their own names."""
     kernels = [kernel.name for kernel in sass.kernels_of(sass.CASES[name])]
-    return {
-        kernel: name if len(kernels) == 1 else f"{name} {number + 1}"
-        for number, kernel in enumerate(kernels)
-    }
+    return dict(zip(kernels, sass.labels(name, len(kernels)), strict=True))
 
 
 def bench_kernels(table: Table, name: str, additions: float) -> None:
-    """Adds a row for each kernel of a case of `sass.CASES`."""
     case = sass.CASES[name]
     function, operands = compiled_case(case, CudaBackend())
     seconds = kernel_seconds(function, *operands)
     # A core starts an eighth as many special functions in a cycle as additions.
     cost = max(case.arithmetic["lanes"], 8 * case.arithmetic.get("special", 0))
     for (kernel, label), row in zip(labels(name).items(), certificates(name), strict=True):
-        rate, on_paper = terms_of(case) / seconds[kernel], (None, None)
-        if row is not None:
-            on_paper = row.share_of_bound, row.waves
-        cells = 1e6 * seconds[kernel], rate / 1e12, rate * cost / additions, *on_paper
-        table.add(label, *cells)
+        rate = terms_of(case) / seconds[kernel]
+        on_paper = (row.share_of_bound, row.waves) if row else (None, None)
+        table.add(label, 1e6 * seconds[kernel], rate / 1e12, rate * cost / additions, *on_paper)
 
 
 def tiles_table() -> Table:
@@ -153,7 +140,6 @@ def tiles_table() -> Table:
 
 
 def bench_tiles(table: Table) -> None:
-    """Adds a row for each kernel of `sass.CASES`: how long it takes with each tile."""
     with ThreadPoolExecutor() as pool:  # compilers leave Python's lock alone
         compiled = {
             (name, tile): pool.submit(compiled_case, case, CudaBackend(tile=tile))
@@ -169,35 +155,16 @@ def bench_tiles(table: Table) -> None:
                 table.add(label, *(1e6 * of_tile[kernel] for of_tile in seconds))
 
 
-def repeated(backend: str | None, function: Callable, *operands) -> Callable:
-    """Returns a function that runs `function` several times without waiting in between,
-    compiled."""
-    compiled = compile_with(backend, function, *operands)
-
-    def run():
-        for _ in range(CALLS):
-            result = compiled(*operands)
-        return result
-
-    return run
-
-
 def torch_cdist(x: jax.Array, w: jax.Array) -> Callable | None:
-    """Returns the same distances by PyTorch on its GPU, or None where it has none."""
     try:
         import torch
     except ImportError:
         return None
     if not torch.cuda.is_available():
         return None
-    rows, columns = (torch.from_dlpack(a) for a in (x, w.T.copy()))
-
-    def run():
-        for _ in range(CALLS):
-            torch.cdist(rows, columns, p=1)
-        torch.cuda.synchronize()
-
-    return run
+    distances = functools.partial(torch.cdist, *map(torch.from_dlpack, (x, w.T.copy())), p=1)
+    run = repeated(distances, CALLS)
+    return lambda: (run(), torch.cuda.synchronize())[1]
 
 
 def products_table() -> Table:
@@ -206,17 +173,9 @@ def products_table() -> Table:
 
 
 def bench_product(
-    table: Table,
-    name: str,
-    shape: tuple[int, int, int],
-    limit: float | None,
-    seconds: float = 10.0,
+    table: Table, name: str, shape: tuple[int, int, int], limit: float | None
 ) -> None:
-    """Adds one row for each backend that runs on this device.
-
-    `shape` is M, K and N; `limit` the most terms a second, where it is known; after so many
-    `seconds` no more rounds are begun.
-    """
+    """Adds a row for each backend; `limit` is the most terms a second, where it is known."""
     m, k, n = shape
     keys = jax.random.split(jax.random.key(0), 3)
     x, w, g = map(jax.random.normal, keys, ((m, k), (k, n), (m, n)))
@@ -224,22 +183,24 @@ def bench_product(
     def pullback(rule):
         return lambda x, w, g: jax.vjp(lambda x: ops.adder_matmul(x, w, x_gradient=rule), x)[1](g)
 
+    def calls(backend, function, *operands):
+        compiled = compile_with(backend, function, *operands)
+        return repeated(functools.partial(compiled, *operands), CALLS)
+
     backends = [b for b in ops.available_backends() if b not in ("reference", "cpu_native")]
-    functions = {"gemm": repeated(None, functools.partial(jnp.matmul, precision="highest"), x, w)}
+    functions = {"gemm": calls(None, functools.partial(jnp.matmul, precision="highest"), x, w)}
     for backend in backends:
-        functions[f"forward {backend}"] = repeated(backend, ops.adder_matmul, x, w)
-        functions[f"hardtanh {backend}"] = repeated(backend, pullback("hardtanh"), x, w, g)
-        functions[f"sign {backend}"] = repeated(backend, pullback("sign"), x, w, g)
+        functions[f"forward {backend}"] = calls(backend, ops.adder_matmul, x, w)
+        functions[f"hardtanh {backend}"] = calls(backend, pullback("hardtanh"), x, w, g)
+        functions[f"sign {backend}"] = calls(backend, pullback("sign"), x, w, g)
     if (peer := torch_cdist(x, w)) is not None:
         functions["torch"] = peer
-    timings = measure(functions, ROUNDS, seconds)
+    timings = measure(functions, ROUNDS, SECONDS_PER_ROW)
     terms = m * k * n
     for backend in backends:
-        forward, dx, sign = (
-            timings.median(f"{kind} {backend}") / CALLS for kind in ("forward", "hardtanh", "sign")
-        )
-        beside = timings.ratio(f"forward {backend}", "gemm")
-        beside = beside, timings.ratio("torch", f"forward {backend}")
+        kinds = [f"{kind} {backend}" for kind in ("forward", "hardtanh", "sign")]
+        forward, dx, sign = (timings.median(kind) / CALLS for kind in kinds)
+        beside = timings.ratio(kinds[0], "gemm"), timings.ratio("torch", kinds[0])
         rates = [(terms / t / 1e12, limit and terms / t / limit) for t in (forward, dx)]
         table.add(name, f"{m}x{k}x{n}", backend, *rates[0], *beside, *rates[1], terms / sign / 1e12)
 
@@ -253,12 +214,7 @@ def started(table: Table) -> Table:
 def main() -> None:
     parser = benchmarks.parser(__doc__)
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument(
-        "--divide", type=int, default=1, help="divide the number of rows, and of heads, by this"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=10.0, help="after which a row begins no more rounds"
-    )
+    parser.add_argument("--divide", type=int, default=1, help="numbers of rows and heads by this")
     arguments = parser.parse_args()
     parts, divide, device = arguments.parts.split(","), arguments.divide, jax.devices()[0]
     print(f"{ops.backend_report()}\n{device.device_kind}, JAX {jax.__version__}")
@@ -281,11 +237,11 @@ def main() -> None:
         limit = additions and additions / 2
         for side, width in SQUARE:
             shape = (side // divide, width, side // divide)
-            bench_product(table, "square", shape, limit, arguments.seconds)
+            bench_product(table, "square", shape, limit)
         for model, width in WIDTHS.items():
             for layer, (inputs, outputs) in LAYERS.items():
                 shape = (IMAGES * 197 // divide, inputs * width, outputs * width)
-                bench_product(table, f"{model} {layer}", shape, limit, arguments.seconds)
+                bench_product(table, f"{model} {layer}", shape, limit)
     if "attention" in parts:
         table = started(fused_table())
         for score in FUSED_SCORES:

@@ -25,17 +25,18 @@ import ml_collections
 import benchmarks
 from adder_flax import experiment, ops, settings
 from adder_flax.experiments import common
-from benchmarks.timing import busy_seconds, gpu_events, measure, seconds_of
+from benchmarks.timing import busy_seconds, gpu_events, measure, repeated, seconds_of
 from benchmarks.train_step import NO_AUGMENTATION, jax_step
+
+ROUNDS = 5
 
 
 def make_config(flags: argparse.Namespace, optimizer: str) -> ml_collections.ConfigDict:
-    """Returns the experiment with the sizes and the optimizer asked for."""
     if flags.config:
         fields = experiment.load_experiment(flags.config).to_dict()
         config = ml_collections.ConfigDict(settings.completed(settings.RunSettings, fields))
     else:
-        config = common.deit(flags.mechanism, flags.size, flags.data)
+        config = common.deit("multiplicative", "tiny", flags.data)
         config.batch_size, config.model.depth = flags.batch_size, flags.depth
         if flags.data == "fake":
             config.data.image_size = flags.image_size
@@ -46,7 +47,7 @@ def make_config(flags: argparse.Namespace, optimizer: str) -> ml_collections.Con
 
 
 def with_fields(config: ml_collections.ConfigDict, variant: str) -> ml_collections.ConfigDict:
-    """Returns the configuration with fields of K-FAC or CG-FAC as ``a=1 b=2`` says them."""
+    """Sets fields of K-FAC or CG-FAC as ``a=1 b=2`` says them."""
     for setting in variant.split():
         name, _, value = setting.partition("=")
         section = config.optimizer[config.optimizer.name]
@@ -75,17 +76,6 @@ def alike(lengths: dict[str, int]) -> dict[str, int]:
     return {name: math.ceil(longest / length) * length for name, length in lengths.items()}
 
 
-def repeated(step: Callable, count: int) -> Callable:
-    """Returns a function that takes so many steps and returns the metrics of the last."""
-
-    def steps():
-        for _ in range(count - 1):
-            step()
-        return step()
-
-    return steps
-
-
 def compile_all(steps: dict[str, Callable]) -> None:
     """Takes one step of each, in threads of their own, and says how long it took."""
     with ThreadPoolExecutor(len(steps)) as threads:
@@ -94,18 +84,15 @@ def compile_all(steps: dict[str, Callable]) -> None:
 
 
 def busy(window: Callable, length: int) -> str:
-    """Returns what is said of a GPU in a window of so many steps; nothing elsewhere."""
     if jax.default_backend() != "gpu":
         return ""
     return f", the device busy for {1e3 * busy_seconds(gpu_events(window, 1)) / length:.1f} ms"
 
 
 def main() -> None:
-    """Prints a row for each optimizer and variant."""
     parser = benchmarks.parser(__doc__)
     parser.add_argument("--config", default="", help="an experiment in place of a DeiT")
-    parser.add_argument("--mechanism", default="multiplicative")
-    parser.add_argument("--size", default="tiny")
+
     parser.add_argument("--data", default="fake")
     parser.add_argument("--image-size", type=int, default=224)
     parser.add_argument("--patch-size", type=int, default=16)
@@ -113,7 +100,6 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--optimizers", default="adamw", help="beside kfac, the first to compare")
     parser.add_argument("--variants", default="", help="of kfac: 'a=1 b=2; c=3'")
-    parser.add_argument("--rounds", type=int, default=5)
     flags = parser.parse_args()
     print(ops.backend_report().splitlines()[0])
 
@@ -131,7 +117,7 @@ def main() -> None:
     def say(name: str, seconds: float) -> None:
         print(f"  {name:{width}}  {1e3 * seconds / lengths[name]:7.1f} ms a step", flush=True)
 
-    timings = measure(windows, flags.rounds, seconds=math.inf, say=say)
+    timings = measure(windows, ROUNDS, seconds=math.inf, say=say)
     for name, length in lengths.items():
         ratio = timings.ratio(name, first) * lengths[first] / length
         print(

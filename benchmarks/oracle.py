@@ -20,10 +20,10 @@ parameters, at that of six relative dampings, 1e-3 to 100, with the lowest loss.
 minutes a step.
 """
 
-import argparse
 import dataclasses
 import itertools
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -36,12 +36,14 @@ import numpy as np
 import pandas as pd
 from flax import nnx
 
+import benchmarks
 from adder_flax import experiment, ops, training
 from adder_flax.compare.blocks import Heading, Paragraph, Table, as_markdown
 from adder_flax.experiments import autoencoder, common
 from adder_flax.report import _style as style
 from adder_flax.training.sharding import put_batch
 from benchmarks.train_step import NO_AUGMENTATION
+from benchmarks.verify import in_float64
 from kfac import oracle
 
 POINTS = (0, 10, 30, 100)
@@ -79,14 +81,9 @@ ORACLE_DAMPINGS = (1e-2, 1.0)
 
 
 class Network(NamedTuple):
-    """A network with all of its examples, in float64.
+    """A network with all of its examples, in float64, as `kfac.oracle` takes them."""
 
-    Attributes:
-      run: of AdamW.
-      outputs, x, targets, likelihood: as `kfac.oracle` takes them.
-    """
-
-    run: training.Run
+    run: training.Run  # of AdamW
     outputs: Callable
     x: jax.Array
     targets: jax.Array
@@ -121,7 +118,6 @@ def make_config(name: str) -> ml_collections.ConfigDict:
 
 
 def build(config: ml_collections.ConfigDict, steps: int, fields: dict[str, Any]) -> training.Run:
-    """Returns the run of so many steps with these fields of its optimizer."""
     config = ml_collections.ConfigDict(config.to_dict())
     config.num_epochs = float(steps)
     plain = dict(warmup_epochs=0.0, weight_decay=0.0, clip_norm=0.0, final_learning_rate=0.0)
@@ -130,12 +126,7 @@ def build(config: ml_collections.ConfigDict, steps: int, fields: dict[str, Any])
 
 
 def make_network(run: training.Run) -> Network:
-    """Returns the network of a run in float64."""
-    model = run.program.build_model(run.numbers)
-    for _, module in nnx.iter_modules(model):
-        if getattr(module, "dtype", None) is not None:
-            module.dtype = jnp.dtype(jnp.float64)
-    graphdef, _ = nnx.split(model, nnx.Param)
+    graphdef, _ = nnx.split(in_float64(run), nnx.Param)
     batch = run.batches()[0]
     (x,) = run.task.inputs(batch)
     labels = batch.get("label") if run.task.likelihood == "categorical" else None
@@ -149,7 +140,6 @@ def make_network(run: training.Run) -> Network:
 
 
 def train(run: training.Run, network: Network) -> tuple[list[float], dict[int, Any]]:
-    """Returns the losses of all examples, and at `POINTS` the parameters and what was added."""
     state, points, losses = run.init(), {}, []
     batch = put_batch(run.batches()[0], run.mesh)
     for step in range(run.num_steps):
@@ -182,13 +172,7 @@ def best_length(
     return lengths[best], losses[best]
 
 
-def best_step(
-    network: Network,
-    layers: dict[str, oracle.LayerCurvature],
-    params: Any,
-    dampings: Sequence[float],
-) -> Tried:
-    """Returns the oracle's step of the damping and length with the lowest loss."""
+def best_step(network: Network, layers: dict, params: Any, dampings: Sequence[float]) -> Tried:
     tried = []
     for damping in dampings:
         step = oracle.layerwise_step(layers, damping, relative=True)
@@ -236,7 +220,7 @@ def share_of_gap(steps: float | None, adamw: float | None, oracles: float | None
     >>> share_of_gap(55.0, 100.0, 10.0)
     0.5
     """
-    if steps is None or adamw is None or oracles is None:
+    if None in (steps, adamw, oracles):
         return None
     return (adamw - steps) / (adamw - oracles)
 
@@ -247,9 +231,7 @@ def kind_of(layer: str) -> str:
     >>> kind_of("blocks/1/attention/qkv"), kind_of("encoder/0"), kind_of("head")
     ('blocks/attention/qkv', 'encoder/0', 'head')
     """
-    head, _, rest = layer.partition("/")
-    number, _, rest = rest.partition("/")
-    return f"{head}/{rest}" if number.isdigit() and rest else layer
+    return re.sub(r"^([^/]+)/\d+/(?=.)", r"\1/", layer)
 
 
 def measure(name: str, steps: int, trials: int) -> list[dict[str, Any]]:
@@ -291,15 +273,9 @@ def measure(name: str, steps: int, trials: int) -> list[dict[str, Any]]:
     return [{"network": name} | record for record in (*arms, *compared)]
 
 
-def compare(
-    network: Network, taken: dict[str, tuple[Any, Any]]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the rows of `kfac.oracle.compare_step`, the last of an arm with what the loss does.
-
-    Args:
-      network: whose steps these are.
-      taken: arm → parameters, and what its optimizer added to them.
-    """
+def compare(network: Network, taken: dict[str, tuple[Any, Any]]) -> Iterator[tuple[str, dict]]:
+    """Yields the rows of `kfac.oracle.compare_step`, the last of an arm with what the loss does;
+    `taken` has by arm the parameters, and what its optimizer added to them."""
     found, of = None, {}
     for arm, (params, update) in taken.items():
         here = network.loss(params)
@@ -313,7 +289,6 @@ def compare(
 
 
 def as_table(frame: pd.DataFrame) -> Table:
-    """Returns the table of a frame of text, its index the first column."""
     lines = [[str(name), *row] for name, row in zip(frame.index, frame.values, strict=True)]
     return Table([str(frame.index.name), *frame.columns], lines)
 
@@ -326,7 +301,6 @@ def _told(fields: dict[str, Any]) -> str:
 
 
 def arms_table(arms: pd.DataFrame) -> Table:
-    """Returns a row for each arm: steps, share of the gap, loss at its end, and its settings."""
     told = lambda form: lambda x: "not reached" if pd.isna(x) else format(x, form)
     shown = arms.sort_values("steps", na_position="last").set_index("arm")
     columns = {
@@ -339,14 +313,12 @@ def arms_table(arms: pd.DataFrame) -> Table:
 
 
 def steps_table(rows: pd.DataFrame) -> Table:
-    """Returns a row for each arm: all layers together, at each of the points."""
     whole = rows[rows["name"] == "all layers"]
     whole = whole.assign(true=whole["decrease"] / whole["decrease_oracle"])
     points = ", ".join(map(str, whole["step"].astype(int).unique()))
     titles = {"cosine": "cosine", "best_share": "predicted decrease", "true": "true decrease"}
-    found = whole.groupby("arm", sort=False)[[*titles]].agg(
-        lambda v: ", ".join(map("{:.2f}".format, v))
-    )
+    told = lambda values: ", ".join(map("{:.2f}".format, values))
+    found = whole.groupby("arm", sort=False)[[*titles]].agg(told)
     return as_table(found.rename(columns={k: f"{v}, steps {points}" for k, v in titles.items()}))
 
 
@@ -371,7 +343,6 @@ def _steps(number: float) -> str:
 
 
 def page(records: Sequence[dict]) -> str:
-    """Returns the page of the records, the finding first."""
     findings, sections = [], []
     for name, own in pd.DataFrame(records).groupby("network", sort=False):
         arms, rows = own[own["losses"].notna()], own[own["cosine"].notna()]
@@ -406,7 +377,6 @@ def page(records: Sequence[dict]) -> str:
 
 
 def figure(records: Sequence[dict]) -> Any:
-    """Draws losses over steps, and the share of the oracle's decrease along each run."""
     networks = list(dict.fromkeys(record["network"] for record in records))
     drawn, axes = style.new_figure(4.6, 7.4 * len(networks), 2 * len(networks))
     for (left, right), name in zip(axes.reshape(-1, 2), networks, strict=True):
@@ -421,8 +391,8 @@ def figure(records: Sequence[dict]) -> Any:
                 shares = [row["best_share"] for row in whole]
                 right.plot([row["step"] for row in whole], shares, **look)
         left.axhline(own[0]["target"], color=style.GREY, linewidth=0.8)
-        left.set(xscale="symlog", yscale="log")
-        right.set(xscale="symlog", yscale="log")
+        for side in (left, right):
+            side.set(xscale="symlog", yscale="log")
         style.dress(left, xlabel="step", ylabel="loss of all examples", title=name)
         style.dress(right, xlabel="step", ylabel="share of the oracle's predicted decrease")
         left.set_xlim(left=0)
@@ -433,10 +403,7 @@ def figure(records: Sequence[dict]) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes page, picture and records, beside those of other networks, and prints the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmarks.parser(__doc__)
     parser.add_argument("--networks", default="autoencoder", help="none: the page alone")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--trials", type=int, default=6, help="of each arm, at most 6")

@@ -10,7 +10,6 @@ else, the numbers are an indication.
 """
 
 import functools
-import statistics
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ import numpy as np
 
 from adder_flax import ops, own_cache
 from adder_flax.ops import _cpu
+from benchmarks import print_row, print_titles
 from benchmarks.ops import Bounds, cores
 from benchmarks.timing import measure
 
@@ -28,7 +28,6 @@ TITLES += ("times the adder", "times the product")
 
 
 def functions(m: int, k: int, n: int) -> dict[str, functools.partial]:
-    """Returns the three sides, compiled, on operands of their own."""
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(m, k)).astype(np.float32), rng.normal(size=(k, n)).astype(np.float32)
     x_bytes, w_bytes = (jnp.asarray(np.clip(40 * a + 128, 0, 255), jnp.uint8) for a in (x, w))
@@ -44,22 +43,17 @@ def main() -> None:
     bounds = Bounds(_cpu.load_library(_cpu.SAD_SOURCE), {"sad": "AdderFlaxBoundSad"})
     print(f"jax {jax.__version__}, {own_cache.processor_name()}, {cores()} cores")
     print(f"{ops.backend_report()}\n")
-    print(f"G terms a second\n\n| {' | '.join(TITLES)} |\n{'|---' * len(TITLES)}|")
+    print("G terms a second\n")
+    print_titles(TITLES)
     for shape in SHAPES:
         bounds.measure()
         timings = measure(functions(*shape), ROUNDS, SECONDS_PER_SHAPE)
-        rate = {
-            name: float(np.prod(shape)) / statistics.median(seconds)
-            for name, seconds in timings.seconds.items()
-        }
-        bound = bounds.rates["sad"]
-        row = (
-            " x ".join(map(str, shape)),
-            *(f"{rate['bytes'] / 1e9:.1f}", f"{rate['bytes'] / bound:.2f} of {bound / 1e9:.1f}"),
-            *(f"{rate[name] / 1e9:.1f}" for name in ("adder", "product")),
-            *(f"{timings.ratio(name, 'bytes'):.2f}" for name in ("adder", "product")),
-        )
-        print(f"| {' | '.join(row)} |", flush=True)
+        bound, terms = bounds.rates["sad"], float(np.prod(shape))
+        rate, adder, product = (terms / timings.median(name) for name in timings.seconds)
+        ratios = (f"{timings.ratio(name, 'bytes'):.2f}" for name in ("adder", "product"))
+        shares = f"{rate / 1e9:.1f}", f"{rate / bound:.2f} of {bound / 1e9:.1f}"
+        floats = f"{adder / 1e9:.1f}", f"{product / 1e9:.1f}"
+        print_row([" x ".join(map(str, shape)), *shares, *floats, *ratios])
 
 
 if __name__ == "__main__":

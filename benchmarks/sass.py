@@ -15,6 +15,7 @@ It needs Linux and ``pip install ".[gpu-compile]"``, and no driver.
 """
 
 import functools
+import itertools
 import os
 import re
 import subprocess
@@ -42,7 +43,7 @@ TOKENS = 64 * 197
 X, FC1, PROJ = (1, TOKENS, 192), (1, 192, 768), (1, 192, 192)
 HIDDEN, FC2 = (1, TOKENS, 768), (1, 768, 192)
 HEADS, MAPS, WEIGHTS = (192, 197, 64), (192, 197, 197), (192, 64)
-LONG_HEADS = (192, 256, 64)
+SCORED, LONG_HEADS = (HEADS, HEADS, WEIGHTS), (192, 256, 64)
 
 
 class Case(NamedTuple):
@@ -96,11 +97,9 @@ CASES = {
     "dw hardtanh fc1": _rule("l1_pullback_w", (X, FC1, HIDDEN), HARDTANH, 2.38),
     "jvp hardtanh fc1": _rule("l1_pushforward", (X, FC1, X), HARDTANH, 2.21),
     "dq sign": _rule("l1_pullback_x", (HEADS, HEADS, MAPS), SIGN, 3.78, lanes=3, axes="nk"),
-    "additive": _additive("additive", (HEADS, HEADS, WEIGHTS), 2, 3.5, 0.5, 4.48),
+    "additive": _additive("additive", SCORED, 2, 3.5, 0.5, 4.48),
     "additive 256": _additive("additive", (LONG_HEADS, LONG_HEADS, WEIGHTS), 2, 3.5, 0.5, 4.6),
-    "additive pullback": _additive(
-        "additive_pullback", (HEADS, HEADS, WEIGHTS, MAPS), 1, 3, 1, 6.8
-    ),
+    "additive pullback": _additive("additive_pullback", (*SCORED, MAPS), 1, 3, 1, 6.8),
 }
 
 
@@ -134,20 +133,16 @@ TITLES += ("shared bytes", "warps a core", "waves", "of the bound")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the table."""
     parser = benchmarks.parser(__doc__)
     parser.add_argument("--gpus", default=",".join(GPU_NAMES))
     parser.add_argument("--kernels", default=",".join(CASES))
     options = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")
-    print(
-        f"jax {jax.__version__}, M = {TOKENS}\n\n| {' | '.join(TITLES)} |\n{'|---' * len(TITLES)}|",
-        flush=True,
-    )
-    for gpu in options.gpus.split(","):
-        for name in options.kernels.split(","):
-            for found in certify(name, gpu):
-                print(f"| {' | '.join(found.cells())} |", flush=True)
+    print(f"jax {jax.__version__}, M = {TOKENS}\n")
+    benchmarks.print_titles(TITLES)
+    for gpu, name in itertools.product(options.gpus.split(","), options.kernels.split(",")):
+        for found in certify(name, gpu):
+            benchmarks.print_row(found.cells())
 
 
 def certify(name: str, gpu: str) -> list[Row]:
@@ -156,15 +151,15 @@ def certify(name: str, gpu: str) -> list[Row]:
     Raises MissingExtraError without the assembler, OSError without the compiler.
     """
     case, target = CASES[name], topology.GPUS[gpu]
-    kernels = kernels_of(case)
-    names = [name] if len(kernels) == 1 else [f"{name} {n + 1}" for n in range(len(kernels))]
-    return [
-        row(
-            *(label, gpu, case, kernel),
-            assemble(_nvrtc.compile_to_ptx(kernel.source), target.architecture),
-        )
-        for label, kernel in zip(names, kernels, strict=True)
-    ]
+    kernels, rows = kernels_of(case), []
+    for label, kernel in zip(labels(name, len(kernels)), kernels, strict=True):
+        assembled = assemble(_nvrtc.compile_to_ptx(kernel.source), target.architecture)
+        rows.append(row(label, gpu, case, kernel, assembled))
+    return rows
+
+
+def labels(name: str, count: int) -> list[str]:
+    return [name] if count == 1 else [f"{name} {n + 1}" for n in range(count)]
 
 
 class _Noted(CudaBackend):
@@ -180,17 +175,13 @@ class _Noted(CudaBackend):
 
 
 def operands_of(case: Case) -> list[jax.ShapeDtypeStruct]:
-    """Returns the types of a case's operands; a cotangent is float32 whatever the others are."""
-    return [
-        jax.ShapeDtypeStruct(
-            shape, jnp.float32 if position == 2 and "pullback" in case.method else case.dtype
-        )
-        for position, shape in enumerate(case.shapes)
-    ]
+    dtypes = [case.dtype] * len(case.shapes)
+    if "pullback" in case.method:  # a cotangent is float32 whatever the others are
+        dtypes[2] = "float32"
+    return list(map(jax.ShapeDtypeStruct, case.shapes, dtypes))
 
 
 def kernels_of(case: Case) -> list[Kernel]:
-    """Returns the kernels that a case consists of."""
     backend = _Noted()
     function = functools.partial(getattr(backend, case.method), **case.options)
     jax.jit(function).lower(*operands_of(case))
@@ -284,11 +275,8 @@ def _kind(name: str) -> str:
 
 
 def row(name: str, gpu: str, case: Case, kernel: Kernel, assembled: Assembled) -> Row:
-    """Returns the certificate of a kernel from its machine code."""
-    target, (body, around) = (
-        topology.GPUS[gpu],
-        hot_loop(assembled.machine_code, case.marker),
-    )
+    target = topology.GPUS[gpu]
+    body, around = hot_loop(assembled.machine_code, case.marker)
     turns = max(kernel.stage // TERMS_OF_A_TURN, 1)
     terms = turns * case.terms_per_marker * _count(case.marker, body)
     if not terms:
@@ -309,16 +297,15 @@ def row(name: str, gpu: str, case: Case, kernel: Kernel, assembled: Assembled) -
 
 
 def _blocks_per_core(target: topology.Gpu, registers: int, threads: int, shared_bytes: int) -> int:
-    """Returns how many blocks fit on a core: registers are given to warps in units of 256, of
-    65,536; 64 warps fit; of shared memory each block takes 1 KiB more than it asks for."""
+    # Registers are given to warps in units of 256, of 65,536; 64 warps fit; of shared memory each
+    # block takes 1 KiB more than it asks for.
     warps = min(65536 // (-(-registers * 32 // 256) * 256), 64)
     by_memory = target.shared_bytes // (shared_bytes + 1024)
     return min(warps // -(-threads // 32), 32, by_memory)
 
 
 def _share(case: Case, target: topology.Gpu, body: list[tuple[str, str]], terms: float) -> float:
-    """Returns what part of the loop's time its necessary arithmetic takes, for one of the four
-    schedulers of a core."""
+    """Returns what part of the loop's time its necessary arithmetic takes, for one scheduler."""
     lane_cycles = 32 * 4 / target.lanes_per_core  # of a warp's instruction on the float32 lanes
     special_cycles = 32 * 4 / 16
     on_lanes = sum(_kind(op) == "arithmetic" and op[:4] != "MUFU" for op, _ in body)

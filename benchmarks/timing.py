@@ -20,12 +20,11 @@ class Timings(NamedTuple):
     seconds: dict[str, list[float]]
 
     def median(self, name: str) -> float | None:
-        """Returns the median of its seconds, or None if it was not measured."""
+        """Returns None for what was not measured, as `ratio` does."""
         return statistics.median(self.seconds[name]) if name in self.seconds else None
 
     def ratio(self, slower: str, faster: str) -> float | None:
-        """Returns how many times longer `slower` takes than `faster`, or None if either was not
-        measured."""
+
         if slower not in self.seconds or faster not in self.seconds:
             return None
         pairs = zip(self.seconds[slower], self.seconds[faster], strict=False)
@@ -61,31 +60,31 @@ def measure(
     return timings
 
 
+def repeated(function: Callable, count: int) -> Callable:
+    """Returns a function that calls it so often without waiting, and returns the last result."""
+
+    def run():
+        for _ in range(count - 1):
+            function()
+        return function()
+
+    return run
+
+
 def seconds_of(function: Callable) -> float:
-    """Returns how long one call and its computation take."""
     start = time.perf_counter()
     jax.block_until_ready(function())
     return time.perf_counter() - start
 
 
 class GpuEvent(NamedTuple):
-    """A kernel or a copy."""
-
     name: str
     start_ns: float
     duration_ns: float
 
 
 def gpu_events(function: Callable[[], Any], calls: int) -> list[GpuEvent]:
-    """Returns what the streams of GPUs did in so many calls, from JAX's profiler.
-
-    Args:
-      function: what to call; its result is waited for.
-      calls: how often.
-
-    Raises:
-      RuntimeError: no stream of a GPU did anything.
-    """
+    """Returns what the streams of GPUs did in so many calls, from JAX's profiler."""
     with tempfile.TemporaryDirectory() as folder:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = options.host_tracer_level = 0  # the device alone
@@ -93,12 +92,8 @@ def gpu_events(function: Callable[[], Any], calls: int) -> list[GpuEvent]:
             for _ in range(calls):
                 jax.block_until_ready(function())
         profiles = [ProfileData.from_file(str(path)) for path in Path(folder).rglob("*.xplane.pb")]
-    lines = [
-        (plane.name, line)
-        for profile in profiles
-        for plane in profile.planes
-        for line in plane.lines
-    ]
+    planes = [plane for profile in profiles for plane in profile.planes]
+    lines = [(plane.name, line) for plane in planes for line in plane.lines]
     # Other lines of a GPU have the same once more, by operation and by module.
     events = [
         GpuEvent(event.name, event.start_ns, event.duration_ns)

@@ -22,7 +22,7 @@ import benchmarks
 from adder_flax import ops, training
 from adder_flax.experiments import common
 from adder_flax.training import sharding
-from benchmarks.timing import Timings, measure, seconds_of
+from benchmarks.timing import measure, seconds_of
 
 IMAGES = 32
 NO_AUGMENTATION = dict(
@@ -31,12 +31,9 @@ NO_AUGMENTATION = dict(
 
 
 def jax_step(config) -> Callable:
-    """Returns a function that does the next training step of an experiment and returns its
-    metrics."""
+    """Returns a function that does an experiment's next training step and returns its metrics."""
     run = training.build_run(config)
-    pipeline = run.batches()
-    batch = sharding.put_batch(pipeline[0], run.mesh)
-    state = run.init()
+    batch, state = sharding.put_batch(run.batches()[0], run.mesh), run.init()
 
     def step():
         nonlocal state
@@ -47,17 +44,7 @@ def jax_step(config) -> Callable:
     return step
 
 
-def deit_tiny_of_65_tokens(mechanism: str = "multiplicative"):
-    """DeiT-Tiny on random images."""
-    config = common.deit(mechanism, "tiny", "fake")
-    config.batch_size = IMAGES
-    config.task.update(NO_AUGMENTATION)
-    return config
-
-
 def torch_step() -> Callable | None:
-    """Returns a function that does the next step of the same network in PyTorch, or None where
-    there is no PyTorch."""
     try:
         import torch
     except ImportError:
@@ -66,26 +53,18 @@ def torch_step() -> Callable | None:
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(
-        192, 3, 768, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-    )
-    model = nn.ModuleDict(
-        {
-            "patches": nn.Linear(48, 192),
-            "encoder": nn.TransformerEncoder(
-                layer, 12, norm=nn.LayerNorm(192), enable_nested_tensor=False
-            ),
-            "head": nn.Linear(192, 10),
-        }
-    )
+    form = dict(dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+    layer, norm = nn.TransformerEncoderLayer(192, 3, 768, **form), nn.LayerNorm(192)
+    embed, head = nn.Linear(48, 192), nn.Linear(192, 10)
+    encoder = nn.TransformerEncoder(layer, 12, norm=norm, enable_nested_tensor=False)
     positions = nn.Parameter(0.02 * torch.randn(1, 65, 192))
-    parameters = [*model.parameters(), positions]
+    parameters = [*nn.ModuleList([embed, encoder, head]).parameters(), positions]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.05)
     patches, labels = torch.randn(IMAGES, 65, 48), torch.randint(10, (IMAGES,))
 
     def step():
-        tokens = model["encoder"](model["patches"](patches) + positions)
-        loss = nn.functional.cross_entropy(model["head"](tokens[:, 0]), labels)
+        tokens = encoder(embed(patches) + positions)
+        loss = nn.functional.cross_entropy(head(tokens[:, 0]), labels)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -95,10 +74,9 @@ def torch_step() -> Callable | None:
     return step
 
 
-def compare(steps: dict[str, Callable], reference: str, rounds: int) -> Timings:
-    """Prints the time of each step, its first call, and its median ratio to the reference."""
+def compare(steps: dict[str, Callable], reference: str) -> None:
     first = {name: seconds_of(step) for name, step in steps.items()}
-    timings = measure(steps, rounds, seconds=60.0)
+    timings = measure(steps, rounds=15, seconds=60.0)
     width = max(map(len, steps))
     for name in steps:
         print(
@@ -106,29 +84,26 @@ def compare(steps: dict[str, Callable], reference: str, rounds: int) -> Timings:
             f"{timings.ratio(name, reference):5.2f} x {reference}  first step {first[name]:5.1f} s",
             flush=True,
         )
-    return timings
 
 
 def main() -> None:
-    parser = benchmarks.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="steps of each contestant")
-    rounds = parser.parse_args().rounds
+    benchmarks.parser(__doc__).parse_args()
     print(ops.backend_report().splitlines()[0])
 
     print(f"\nmultiplicative DeiT-Tiny, {IMAGES} images x 65 tokens, forward + backward + AdamW")
-    steps = {"adder_flax": jax_step(deit_tiny_of_65_tokens())}
-    if (torch := torch_step()) is not None:
+    config = common.deit("multiplicative", "tiny", "fake")
+    config.batch_size = IMAGES
+    config.task.update(NO_AUGMENTATION)
+    steps = {"adder_flax": jax_step(config)}
+    if torch := torch_step():
         steps["PyTorch"] = torch
     else:
         print("no PyTorch here to compare with: pip install torch")
-    compare(steps, reference=list(steps)[-1], rounds=rounds)
+    compare(steps, reference=list(steps)[-1])
 
     print("\nDeiT-Tiny on the digits, 64 images x 17 tokens, as the experiments train it")
-    steps = {
-        mechanism: jax_step(common.deit(mechanism, "tiny", "digits"))
-        for mechanism in common.MECHANISMS
-    }
-    compare(steps, reference="multiplicative", rounds=rounds)
+    steps = {name: jax_step(common.deit(name, "tiny", "digits")) for name in common.MECHANISMS}
+    compare(steps, reference="multiplicative")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ CONFIGS = (
     *("deit_recipe:multiplicative,tiny,digits", "deit3_recipe", "conv_net", "autoencoder"),
     *("dot_g2p", "additive_g2p", "adder_g2p", "bilinear_g2p"),
 )
-TITLES = ("kind", "blocks", "capture", "product", "cg", "cosine", "median")
+TITLES = ("experiment", "covered", "kind", "blocks", "capture", "product", "cg", "cosine", "median")
 
 
 def make_run(name: str, examples: int, depth: int) -> training.Run:
@@ -43,13 +43,16 @@ def make_run(name: str, examples: int, depth: int) -> training.Run:
     return training.build_run(config, load=data.load_or_imitate)
 
 
-def report_of(run: training.Run) -> kfac.Report:
-    """Returns what `kfac.verify` finds in a batch of a run, in float64."""
+def in_float64(run: training.Run) -> nnx.Module:
     model = run.program.build_model(run.numbers)
     for _, module in nnx.iter_modules(model):
         if getattr(module, "dtype", None) is not None:
             module.dtype = jnp.dtype(jnp.float64)
-    graphdef, params = nnx.split(model, nnx.Param)
+    return model
+
+
+def report_of(run: training.Run) -> kfac.Report:
+    graphdef, params = nnx.split(in_float64(run), nnx.Param)
     parts, key = run.program.parts(run.numbers, graphdef), jax.random.key(0)
     examples = parts.examples(key, run.batches()[0])
 
@@ -66,7 +69,6 @@ def report_of(run: training.Run) -> kfac.Report:
 
 
 def lines(report: kfac.Report) -> list[str]:
-    """Returns a line for each kind of layer."""
     kinds = defaultdict(list)
     for row in report.rows:
         (use, *_) = report.layers.blocks[row.name].uses
@@ -84,18 +86,15 @@ def lines(report: kfac.Report) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a table."""
     parser = benchmarks.parser(__doc__)
     parser.add_argument("configs", nargs="*", default=CONFIGS, help="experiments by name")
-    parser.add_argument("--examples", type=int, default=8)
-    parser.add_argument("--depth", type=int, default=2, help="blocks at most")
     flags = parser.parse_args(arguments)
-    print(f"| experiment | covered | {' | '.join(TITLES)} |\n{'|---' * (2 + len(TITLES))}|")
+    benchmarks.print_titles(TITLES)
     for name in flags.configs:
-        report = report_of(make_run(name, flags.examples, flags.depth))
+        report = report_of(make_run(name, examples=8, depth=2))
         for line in lines(report):
             covered = f"{100 * report.layers.coverage:.1f} %"
-            print(f"| `{name}` | {covered} | {line} |", flush=True)
+            benchmarks.print_row((f"`{name}`", covered, line))
 
 
 if __name__ == "__main__":

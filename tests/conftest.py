@@ -64,8 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _calls_that_are_wrong_on_purpose(request):
-    """Does not check calls of tests marked ``unchecked``: what they call is to complain itself, or
-    asks for more than they need."""
+    """Does not check calls of tests marked ``unchecked``: what they call complains itself."""
     with annotations.held(request.node.get_closest_marker("unchecked") is None):
         yield
 
@@ -79,6 +78,5 @@ def x64():
 
 @pytest.fixture
 def run_main():
-    """Runs ``main.py`` in a process of its own: ``run_main(*flags, devices=1) →
-    CompletedProcess``."""
+    """Runs ``main.py`` in a process of its own: ``run_main(*flags, devices=1)``."""
     return functools.partial(run_python, "main.py")

@@ -26,7 +26,6 @@ def package_of(file: str) -> str:
 
 
 def main() -> int:
-    """Prints the table; returns coverage's exit code."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "coverage.json"
         code = subprocess.run(["coverage", "json", "--quiet", "-o", file]).returncode

@@ -9,8 +9,7 @@ from adder_flax.models import VisionTransformer
 
 
 def randomised(make, seed=1):
-    """The module that `make` builds, every parameter with random values, so that none can be
-    forgotten unseen."""
+    """The module that `make` builds, every parameter random, so that none is forgotten unseen."""
     rng = np.random.default_rng(seed)
     graphdef, state = nnx.split(nnx.eval_shape(make))
     fill = lambda leaf: (0.5 * rng.normal(size=leaf.shape)).astype(leaf.dtype)
@@ -41,14 +40,12 @@ def run(module, *inputs, **options):
 
 def parameters(module):
     """The module's parameters as nested dicts of float64 arrays."""
-    return jax.tree.map(
-        lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(module))
-    )
+    wide = lambda leaf: np.asarray(leaf, np.float64)
+    return jax.tree.map(wide, nnx.to_pure_dict(nnx.state(module)))
 
 
 def run_with_map(call, *args, **kwargs):
-    """The output of a module or function that attends once, and what multiplies the values in
-    it."""
+    """The output of a module or function that attends once, and what multiplies its values."""
     if isinstance(call, nnx.Module):
         call, args = (lambda module, *args: module(*args, **kwargs)), (call, *args)
     output, [seen] = recorder.record({"attention": ["weights"]}, call, *args)

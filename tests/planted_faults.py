@@ -60,7 +60,6 @@ class Fault(NamedTuple):
 
 
 def faults() -> list[Fault]:
-    """Reads the table."""
     found = []
     for block in (ROOT / TABLE).read_text().strip().split("\n\n")[1:]:
         (file, _, tests), *lines = block.splitlines()[0].partition(": "), *block.splitlines()[1:]
@@ -70,7 +69,6 @@ def faults() -> list[Fault]:
 
 
 def main() -> None:
-    """Prints what is caught, by folder, and what is not."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="those in whose block this stands")
     parser.add_argument("--list", action="store_true", help="show them, plant none")

@@ -15,15 +15,8 @@ _PREPARE = "from adder_flax.app import ends\nends.prepare_output()\n"
 
 
 def run(code, **options):
-    options = {"stdout": subprocess.PIPE} | options
-    return subprocess.run(
-        [sys.executable, "-c", _PREPARE + code],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-        **options,
-    )
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=60) | options
+    return subprocess.run([sys.executable, "-c", _PREPARE + code], cwd=ROOT, **options)
 
 
 @pytest.mark.parametrize(
@@ -33,8 +26,7 @@ def run(code, **options):
         ("ends.MissingExtraError('expected a, got none')", 1, "error: expected a, got none"),
         ("KeyboardInterrupt()", 130, "error: .*SIGINT; the same command goes on"),
         (
-            "RuntimeError('RESOURCE_EXHAUSTED: out of memory\\nstack')",
-            2,
+            *("RuntimeError('RESOURCE_EXHAUSTED: out of memory\\nstack')", 2),
             "error: expected enough memory, got: .*out of memory; see what --mode=compile says",
         ),
     ],

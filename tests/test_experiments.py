@@ -18,13 +18,15 @@ from tests.processes import ROOT
 from tests.training.pieces import vit
 
 SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
-EXPERIMENTS = sorted(
-    f"{prefix}deit_{size}" for prefix in ("", "adder_", "additive_") for size in SIZES
-)
+EXPERIMENTS = [f"{front}deit_{size}" for front in ("adder_", "additive_", "") for size in SIZES]
+
+
+def config_of(name, *argument):
+    return importlib.import_module(f"experiments.{name}").get_config(*argument)
 
 
 def _build(name, data=None):
-    config = importlib.import_module(f"experiments.{name}").get_config(data)
+    config = config_of(name, data)
     source = load_source("fake", "train", image_size=config.data.image_size)
     return config, nnx.eval_shape(lambda: vit(read(RunSettings, config).model, source))
 
@@ -34,10 +36,8 @@ def _build(name, data=None):
 def test_the_file_gives_the_mechanism_and_size_of_its_name(name):
     config, model = _build(name)
     assert (config.model.width, config.model.num_heads) == SIZES[name.split("_")[-1]]
-    mechanism = name.split("_")[0]
-    assert (
-        config.model.score == {"adder": "adder", "additive": "additive", "deit": "dot"}[mechanism]
-    )
+    mechanism = name.split("_")[0].replace("deit", "dot")
+    assert config.model.score == mechanism
     linear = "adder" if mechanism == "adder" else "dense"
     assert {config.model[f"{part}_linear"] for part in ("qkv", "proj", "mlp")} == {linear}
     assert len(model.blocks) == 12
@@ -54,13 +54,8 @@ def test_patches_follow_the_data(data, tokens):
 
 
 def test_mirrored_and_mixed_are_photographs_alone():
-    for data, probability in (
-        ("mnist", 0.0),
-        ("digits", 0.0),
-        ("fashion_mnist", 0.5),
-        ("folder", 0.5),
-    ):
-        task = importlib.import_module("experiments.deit_tiny").get_config(data).task
+    for data, probability in dict(mnist=0.0, digits=0.0, fashion_mnist=0.5, folder=0.5).items():
+        task = config_of("deit_tiny", data).task
         assert task.flip_probability == probability
         assert (task.mixup_alpha > 0) == (probability > 0)
 
@@ -70,27 +65,19 @@ def test_mirrored_and_mixed_are_photographs_alone():
 def test_scores_are_scaled_as_their_formulas_say(name, scale):
     _, model = _build(name)
     attention = model.blocks[0].attention
-    assert (
-        resolve_scale(attention.settings.score, attention.settings.scale, attention.head_dim)
-        == scale
-    )
+    score, given = attention.settings.score, attention.settings.scale
+    assert resolve_scale(score, given, attention.head_dim) == scale
 
 
 def test_the_twin_of_the_fast_recipe_has_its_sizes():
-    """The same convolutions, then 4 × 4 tokens in either kind of layer; it heals on the same
-    images."""
-    own, twin = (
-        importlib.import_module(f"experiments.{name}cifar10_fast").get_config()
-        for name in ("", "adder_")
-    )
+    """The same convolutions, then 4 × 4 tokens; it heals on the same images."""
+    own, twin = config_of("cifar10_fast"), config_of("adder_cifar10_fast")
     kinds = {"score", "qkv_linear", "proj_linear", "mlp_linear"}
     models = [config.model.to_dict() for config in (own, twin)]
     differ = {name for name in models[0] if models[0][name] != models[1][name]}
     assert differ == kinds | {"identity", "adder_options", "anneal_end", "anneal_blocks"}
     assert {twin.model[name] for name in kinds} == {"adder"}
-    assert {name: twin.task[name] for name in own.task if name != "name"} == {
-        name: value for name, value in own.task.items() if name != "name"
-    }
+    assert own.task.to_dict().items() - twin.task.to_dict().items() == {("name", own.task.name)}
     assert own.data == twin.data
     source = load_source("fake", "train", image_size=32)
     for config in (own, twin):
@@ -104,8 +91,7 @@ def has(section, **fields):
 
 def test_the_recipe_of_deit_is_its_defaults():
     """Table 9 of the paper and the defaults of facebookresearch/deit's main.py, typed off."""
-    config = importlib.import_module("experiments.deit_recipe").get_config()
-    run = read(RunSettings, config)
+    run = read(RunSettings, config_of("deit_recipe"))
     has(run, num_epochs=300, batch_size=1024, ema_decay=0.99996)
     has(run.data, name="imagenet2012", image_size=224, repeats=3)
     has(run.model, patch_size=16, drop_path_rate=0.1, dropout_rate=0)
@@ -125,8 +111,7 @@ def test_the_recipe_of_deit_is_its_defaults():
 )
 def test_the_recipe_of_deit_3_is_that_of_its_commands(size, rate, drop_path_rate, pixels):
     """The first two training commands of facebookresearch/deit's README_revenge.md, typed off."""
-    get_config = importlib.import_module("experiments.deit3_recipe").get_config
-    run = read(RunSettings, get_config(f"multiplicative,{size},imagenet2012"))
+    run = read(RunSettings, config_of("deit3_recipe", f"multiplicative,{size},imagenet2012"))
     has(run, batch_size=8 * 256, num_epochs=800, ema_decay=0, seed=0)
     has(run.optimizer, name="lamb", learning_rate=rate, warmup_epochs=5)
     has(run.optimizer, weight_decay=0.05, clip_norm=1, b1=0.9, b2=0.999)
@@ -137,12 +122,12 @@ def test_the_recipe_of_deit_3_is_that_of_its_commands(size, rate, drop_path_rate
 
 
 def test_the_recipe_of_deit_takes_a_mechanism_a_size_and_data():
-    config = importlib.import_module("experiments.deit_recipe").get_config("adder,small,folder")
+    config = config_of("deit_recipe", "adder,small,folder")
     has(config.model, score="adder", mlp_linear="adder", width=384)
     assert (config.data.name, config.task.rand_augment_magnitude) == ("folder", 9)
     assert config.optimizer.clip_norm == 0
     with pytest.raises(RunError, match="expected .*mechanism,size,data.*, got 'dot,tiny'"):
-        importlib.import_module("experiments.deit_recipe").get_config("dot,tiny")
+        config_of("deit_recipe", "dot,tiny")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +141,7 @@ def test_the_recipe_of_deit_takes_a_mechanism_a_size_and_data():
 )
 def test_what_no_comparison_takes_is_named_with_what_it_takes(name, argument, among):
     with pytest.raises(RunError, match=f"expected {among} behind the colon .*got '{argument}'"):
-        importlib.import_module(f"experiments.{name}").get_config(argument)
+        config_of(name, argument)
 
 
 def test_the_half_hour_of_a_gpu_names_what_there_is_and_goes_on_where_it_was(tmp_path):
@@ -167,11 +152,8 @@ def test_the_half_hour_of_a_gpu_names_what_there_is_and_goes_on_where_it_was(tmp
         'mkdir -p "$w/report"; touch "$w"/{config.json,metrics.jsonl,report/claims.csv}\n'
     )
     (tmp_path / "python").chmod(0o755)
-    script = (
-        (ROOT / "experiments/gpu_half_hour.sh")
-        .read_text()
-        .replace('cd "$(dirname "$0")/.."', f'cd "{tmp_path}"')
-    )
+    script = (ROOT / "experiments/gpu_half_hour.sh").read_text()
+    script = script.replace('cd "$(dirname "$0")/.."', f'cd "{tmp_path}"')
     environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FAST": "1"}
     for half, runs in (("first", 5), ("second", 10), ("first", 0)):
         (tmp_path / "commands").unlink(missing_ok=True)
@@ -181,7 +163,7 @@ def test_the_half_hour_of_a_gpu_names_what_there_is_and_goes_on_where_it_was(tmp
         assert len(commands) == 2 * runs
         for command in commands[::2]:
             [name] = re.findall(r"--config=experiments/(\w+)\.py:cifar10", command)
-            config = importlib.import_module(f"experiments.{name}").get_config("cifar10")
+            config = config_of(name, "cifar10")
             for path, value in re.findall(r"--config\.([\w.]+)=(\S+)", command):
                 *sections, field = path.split(".")
                 section = functools.reduce(operator.getitem, sections, config)

@@ -57,12 +57,10 @@ def test_what_cannot_be_used_is_made_anew(take):
             raise OSError("no library")
         return content
 
-    for content in (b"old", b"new"):
-        try:
-            used = own_cache.kept("odd", lambda: content, use, key="k", owner="test")  # noqa: B023
-        except OSError:
-            used = None
-    assert used == b"new"
+    keep = lambda content: own_cache.kept("odd", lambda: content, use, key="k", owner="test")
+    with pytest.raises(OSError, match="no library"):
+        keep(b"old")
+    assert keep(b"new") == b"new"
 
 
 def test_without_a_place_to_write_to_it_goes_on(tmp_path, monkeypatch, caplog):

@@ -1,5 +1,4 @@
-"""The distribution: what each extra brings, what is said where one is missing, and what stands
-beside it."""
+"""The distribution: what each extra brings, what is said where one is missing or stands beside."""
 
 import ast
 import functools
@@ -22,13 +21,11 @@ BY_ITSELF = {"jax2onnx"}
 
 
 def _names(requirements):
-    """The distributions of requirements, as PyPI normalises their names."""
     names = (re.match(r"[\w.-]+", requirement)[0] for requirement in requirements)
     return {re.sub(r"[-_.]+", "-", name).lower() for name in names}
 
 
 def _brought_by(extra):
-    """The distributions that an extra names, itself or through other extras."""
     others = [entry[11:-1].split(",") for entry in EXTRAS[extra] if entry.startswith("adder-flax[")]
     return _names(EXTRAS[extra]).union(*(_brought_by(name) for names in others for name in names))
 

@@ -1,15 +1,17 @@
 """A run in few bits: what --mode=quantize writes, what takes it, and what is refused."""
 
+import functools
 import json
 import re
 import shutil
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from adder_flax import interop, layers, quantized, report, training
 from adder_flax.app import modes
@@ -64,30 +66,22 @@ def test_eval_and_predict_take_what_quantize_wrote(workdir, tmp_path, capsys):
     like = run.model(run.abstract_state["params"])
     model, _ = interop.load_integers(like, workdir / "int8.safetensors", network=header["network"])
     logits = np.asarray(model(*run.task.inputs({"image": images})))
-    taken = [
-        json.loads(line)["classes"][0]["name"]
-        for line in lines.read_text().splitlines()
-        if "classes" in line
-    ]
+    said = map(json.loads, lines.read_text().splitlines())
+    taken = [line["classes"][0]["name"] for line in said if "classes" in line]
     assert taken == [run.eval_source.label_names[i] for i in logits.argmax(-1)]
 
 
 def test_a_report_looks_at_what_quantize_wrote(workdir, monkeypatch, capsys):
     families = ["identities", "fisher", "second-order"]
-    write, studies = report.write_study, []
-
-    def write_study(study, out_dir):
-        studies.append(study)
-        return write(study, out_dir, families=families)
-
-    monkeypatch.setattr(report, "write_study", write_study)
+    written = mock.Mock(side_effect=functools.partial(report.write_study, families=families))
+    monkeypatch.setattr(report, "write_study", written)
     modes.analyze(config_of(), workdir, "last", weights="int8")
     assert (workdir / "report-int8" / "report.html").exists()
     verdicts = dict(line.split(": ") for line in capsys.readouterr().out.splitlines()[:-1])
     # What its grid holds, and what small changes of parameters tell of no step function.
     assert verdicts["temperature"] == verdicts["bias-scalar"] == "holds"
     assert verdicts["fisher"] == verdicts["second-order"] == "not measured"
-    (study,) = studies
+    study = written.call_args.args[0]
     assert study.subject.name == "digits, adder attention, int8"
     said = header_of(workdir / "int8.safetensors")["notes"]["scores"]["int8"]["eval/accuracy"]
     right = study.answers.predicted == study.answers.labels
@@ -111,32 +105,26 @@ def test_what_is_read_is_what_was_written(bits, workdir, tmp_path):
     assert size < kernels * bits / 8 + 25_000
 
 
+PART, DAMAGED = "got another file or part of one", "the file is damaged; write it again"
+
+
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("change", "heads", "message"),
     [
-        ("gone", "expected a model in few bits in .*, got no file; --mode=quantize writes it"),
-        ("cut", "got another file or part of one"),
-        ("floats", "got another file or part of one"),
-        ("changed", "the file is damaged; write it again"),
-        ("header", "the file is damaged; write it again"),
-        ("other", r"a network with model.num_heads = 1 in .*int8.safetensors, got 2; write"),
+        (None, 2, "expected a model in few bits in .*, got no file; --mode=quantize writes it"),
+        (lambda whole: whole[:-100], 2, PART),
+        (lambda whole: save({"kernel": np.ones(3, np.float32)}), 2, PART),
+        (lambda whole: whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:], 2, DAMAGED),
+        (lambda whole: whole.replace(rb"\"bits\": 8", rb"\"bits\": 4"), 2, DAMAGED),
+        (bytes, 1, r"a network with model.num_heads = 1 in .*int8.safetensors, got 2; write"),
     ],
+    ids=["gone", "cut", "floats", "changed", "header", "other"],
 )
-def test_other_files_are_one_message_before_compute(fault, message, workdir, tmp_path):
-    config, path = config_of(), tmp_path / "int8.safetensors"
-    whole = (workdir / "int8.safetensors").read_bytes()
-    if fault == "cut":
-        path.write_bytes(whole[:-100])
-    elif fault == "floats":
-        save_file({"kernel": np.ones(3, np.float32)}, path)
-    elif fault == "changed":
-        path.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
-    elif fault == "header":
-        assert whole.count(rb"\"bits\": 8") == 1
-        path.write_bytes(whole.replace(rb"\"bits\": 8", rb"\"bits\": 4"))
-    elif fault == "other":
-        config = config_of(**{"model.num_heads": 1})
-        path.write_bytes(whole)
+def test_other_files_are_one_message_before_compute(change, heads, message, workdir, tmp_path):
+    name = "int8.safetensors"
+    if change:
+        (tmp_path / name).write_bytes(change((workdir / name).read_bytes()))
+    config = config_of(**{"model.num_heads": heads})
     with pytest.raises(training.RunError, match=message):
         modes.evaluate(config, tmp_path, "last", weights="int8")
 
@@ -188,8 +176,8 @@ def test_a_run_of_words_goes_on_in_eight_bits_too(tmp_path, capsys):
     write_dictionary(tmp_path / "dictionary")
     config = g2p.transduction("adder")
     config.data.data_dir = str(tmp_path / "dictionary")
-    config.update_from_flattened_dict({"num_epochs": 0.1, "optimizer.warmup_epochs": 0.0})
-    config.update_from_flattened_dict({"batch_size": 32, "model.width": 16})
+    config.optimizer.warmup_epochs, config.num_epochs = 0.0, 0.1
+    config.batch_size, config.model.width = 32, 16
     modes.train(config, str(tmp_path))
     modes.quantize(config, str(tmp_path), "last", "int8")
     capsys.readouterr()
@@ -204,13 +192,11 @@ def test_a_run_of_words_goes_on_in_eight_bits_too(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_flags_that_do_not_go_together_are_refused(run_main, workdir):
+    modes_said = "--mode=quantize or eval or analyze or predict or export"
     for flags, message in (
         (["--mode=eval", "--checkpoint=best"], "expected no --checkpoint for weights in few bits"),
         (["--mode=export", "--names=timm"], "expected --weights with --names=c only, got timm"),
-        (
-            ["--mode=train"],
-            "expected --weights with --mode=quantize or eval or analyze or predict or export",
-        ),
+        (["--mode=train"], f"expected --weights with {modes_said}"),
     ):
         done = run_main(f"--workdir={workdir}", "--weights=int8", *flags)
         assert done.returncode == 2

@@ -8,44 +8,17 @@ from tests.processes import ROOT, run_code
 
 # Each imports only from those before it.
 ORDER = (
-    *(
-        "arrays",
-        "text",
-        "errors",
-        "extras",
-        "files",
-        "packed",
-        "experiments",
-        "registry",
-        "jaxprs",
-        "recorder",
-        "settings",
-        "parameters",
-        "paired",
-        "own_cache",
-        "ops",
-    ),
+    *("arrays", "text", "errors", "extras", "files", "packed", "experiments", "registry"),
+    *("jaxprs", "recorder", "settings", "parameters", "paired", "own_cache", "ops"),
     *("attention", "layers", "models", "quantized", "measures", "counting", "data"),
-    *(
-        "tasks",
-        "interop",
-        "experiment",
-        "training",
-        "report",
-        "predict",
-        "compare",
-        "linen",
-        "app",
-    ),
+    *("tasks", "interop", "experiment", "training", "report", "predict", "compare", "linen", "app"),
 )
 
 
 def _modules(package):
     """{dotted name: path} of a package's files, a folder under the name of its ``__init__``."""
-    parts = {
-        path: path.relative_to(ROOT).with_suffix("").parts
-        for path in (ROOT / package).rglob("*.py")
-    }
+    files = (ROOT / package).rglob("*.py")
+    parts = {path: path.relative_to(ROOT).with_suffix("").parts for path in files}
     return {".".join(p[:-1] if p[-1] == "__init__" else p): path for path, p in parts.items()}
 
 
@@ -55,28 +28,24 @@ def _imports(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            package = (
-                path.relative_to(ROOT).parent.parts[: 1 - node.level or None] if node.level else ()
-            )
-            base = ".".join([*package, *([node.module] if node.module else [])])
+            package = path.relative_to(ROOT).parent.parts[: 1 - node.level or None]
+            base = ".".join([*(package if node.level else ()), *filter(None, [node.module])])
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def _places():
-    return sorted({name.split(".")[1] for name in _modules("adder_flax") if "." in name})
+PLACES = sorted({name.split(".")[1] for name in _modules("adder_flax") if "." in name})
 
 
-@pytest.mark.parametrize("place", _places())
+@pytest.mark.parametrize("place", PLACES)
 def test_a_place_imports_only_from_those_before_it(place):
     assert place in ORDER, f"expected the place of {place} in ORDER, got {ORDER}; add it"
     allowed = {"adder_flax", *(f"adder_flax.{other}" for other in ORDER[: ORDER.index(place) + 1])}
     for module, path in _modules("adder_flax").items():
         if module.split(".")[1:2] == [place]:
             for name in _imports(path):
-                parts = name.split(".")
-                assert parts[0] != "adder_flax" or ".".join(parts[:2]) in allowed, (
-                    f"{path} imports {name}"
-                )
+                package, *parts = name.split(".")
+                within = ".".join([package, *parts[:1]])
+                assert package != "adder_flax" or within in allowed, f"{path} imports {name}"
 
 
 @pytest.mark.parametrize("package", ["adder_flax", "kfac"])

@@ -26,16 +26,10 @@ def test_xor_alignment_shows_what_each_score_reaches(monkeypatch, capsys, tmp_pa
 
 @pytest.mark.slow
 def test_second_order_prints_three_phases_of_each_mechanism(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(
-        second_order, "FIELDS", {"model.width": 16, "model.num_heads": 2, "model.depth": 1}
-    )
-    flags = [
-        "--mechanisms=multiplicative,additive",
-        "--epochs=0.3",
-        "--every=1",
-        f"--out={tmp_path}",
-    ]
-    run(second_order, monkeypatch, *flags)
+    small = {"model.width": 16, "model.num_heads": 2, "model.depth": 1}
+    monkeypatch.setattr(second_order, "FIELDS", small)
+    flags = ["--mechanisms=multiplicative,additive", "--epochs=0.3", "--every=1"]
+    run(second_order, monkeypatch, *flags, f"--out={tmp_path}")
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:7]] == ["multiplicative"] * 3 + ["additive"] * 3
     assert (tmp_path / "second_order.png").is_file()

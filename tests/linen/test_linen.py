@@ -1,5 +1,7 @@
 """A parameter tree moves between the NNX and the Linen modules unchanged, and the outputs agree."""
 
+import functools
+
 import flax.errors
 import flax.linen as nn
 import flax.nnx as nnx
@@ -7,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import kfac
 from adder_flax import attention, layers, linen, models
@@ -50,35 +53,31 @@ def vit(**options):
     )
 
 
+def embed(patch, side, **stem):
+    return (
+        lambda: layers.PatchEmbed(patch, 1, 8, **stem, rngs=nnx.Rngs(0)),
+        lambda: linen.PatchEmbed(patch, 8, **stem),
+        lambda: images(side),
+    )
+
+
 LEARNED = dict(score_options={"layer_norm": True}, temperature="learned", key_bias_length=5)
+LEARNED |= dict(score="additive", num_kv_heads=1, out_features=6)
 STEM = dict(stem_channels=(3, 5), stem_strides=(2, 1), stem_linear=layers.AdderLinear)
-EMBED = [
-    (lambda: layers.PatchEmbed(2, 1, 8, rngs=nnx.Rngs(0)), lambda: linen.PatchEmbed(2, 8), images),
-    (
-        lambda: layers.PatchEmbed(4, 1, 8, **STEM, rngs=nnx.Rngs(0)),
-        lambda: linen.PatchEmbed(4, 8, **STEM),
-        lambda: images(8),
-    ),
-]
 POST = dict(qkv_linear="identity", norm_position="post", layer_scale=0.1)
+NORMED = dict(score="adder", **ADDER, adder_options={"norm": "layernorm"})
+MATCHED = dict(score="adder", scale="variance_matched")
 PAIRS = dict(
     linear=pair("Linear", (6,), (8,), tokens),
     adder_linear=pair("AdderLinear", (6,), (8,), tokens),
     normed_linear=pair("NormedLinear", (6,), (8,), tokens),
     bare_adder_linear=pair("AdderLinear", (6,), (8,), tokens, norm=None),
     mlp=pair("Mlp", (12,), (8,), tokens),
-    patch_embed=EMBED[0],
-    adder_patch_embed=EMBED[1],
-    multi_head=pair(
-        *("MultiHeadAttention", (2,), (8,), tokens),
-        **dict(score="additive", num_kv_heads=1, out_features=6, **LEARNED),
-    ),
-    adder_multi_head=pair(
-        *("MultiHeadAttention", (2,), (8,), tokens), score="adder", scale="variance_matched"
-    ),
-    block=pair(
-        "Block", (2,), (8,), tokens, score="adder", **ADDER, adder_options={"norm": "layernorm"}
-    ),
+    patch_embed=embed(2, 4),
+    adder_patch_embed=embed(4, 8, **STEM),
+    multi_head=pair("MultiHeadAttention", (2,), (8,), tokens, **LEARNED),
+    adder_multi_head=pair("MultiHeadAttention", (2,), (8,), tokens, **MATCHED),
+    block=pair("Block", (2,), (8,), tokens, **NORMED),
     post_norm_block=pair("Block", (1,), (8,), tokens, **POST),
     vit=vit(score=["dot", "bilinear"], pooling="mean"),
     conv_vit=vit(stem_channels=(3,), pooling="mean"),
@@ -102,15 +101,14 @@ def assert_close(found, expected):
 def test_outputs_agree_for_one_parameter_tree(name):
     make_nnx, make_linen, make_inputs = PAIRS[name]
     graphdef, state = nnx.split(randomised(make_nnx))
-    params, module, inputs = nnx.to_pure_dict(state), make_linen(), make_inputs()
+    own, module, inputs = nnx.to_pure_dict(state), make_linen(), make_inputs()
+    params = linen.from_nnx(own)
     initial = jax.eval_shape(module.init, jax.random.key(0), inputs)["params"]
-    assert shapes_of(initial) == shapes_of(linen.from_nnx(params))
-    assert linen.to_nnx(linen.from_nnx(params)).keys() == params.keys()
-    ours = jax.jit(lambda p, x: nnx.merge(graphdef, linen.to_nnx(p))(x))(
-        linen.from_nnx(params), inputs
-    )
-    theirs = jax.jit(lambda p, x: module.apply({"params": p}, x))(linen.from_nnx(params), inputs)
-    np.testing.assert_allclose(theirs, ours, rtol=1e-6, atol=1e-6)
+    assert shapes_of(initial) == shapes_of(params)
+    assert linen.to_nnx(params).keys() == own.keys()
+    ours = jax.jit(lambda p, x: nnx.merge(graphdef, linen.to_nnx(p))(x))(params, inputs)
+    theirs = jax.jit(lambda p, x: module.apply({"params": p}, x))(params, inputs)
+    assert_close(theirs, ours)
 
 
 @pytest.mark.cases(2)
@@ -118,9 +116,8 @@ def test_outputs_agree_for_one_parameter_tree(name):
 def test_cross_attention_with_all_options_agrees(score):
     size = dict(score=score, qkv_features=12, out_features=6, num_kv_heads=1)
     size |= dict(identity=False, temperature=0.7)
-    ours = randomised(
-        lambda: attention.MultiHeadAttention(2, 8, in_kv_features=6, **size, rngs=nnx.Rngs(0))
-    )
+    own = dict(size, in_kv_features=6)
+    ours = randomised(lambda: attention.MultiHeadAttention(2, 8, **own, rngs=nnx.Rngs(0)))
     module, params = linen.MultiHeadAttention(2, **size), nnx.to_pure_dict(nnx.state(ours))
     inputs = rows(3, 4, 8), rows(3, 7, 6, seed=1), rows(3, 7, 6, seed=2)
     mask = np.random.default_rng(3).random((3, 1, 4, 7)) < 0.6
@@ -135,17 +132,14 @@ def test_cross_attention_with_all_options_agrees(score):
 
 def _distance(tree, truth):
     """Norm of the difference over the norm of the truth, of all leaves together."""
-    leaves = [
-        np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(t)])
-        for t in (tree, truth)
-    ]
-    return np.linalg.norm(leaves[0] - leaves[1]) / np.linalg.norm(leaves[1])
+    wide = lambda tree: jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree)
+    (found, _), (expected, _) = (ravel_pytree(wide(t)) for t in (tree, truth))
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
 
 @pytest.mark.slow
 def test_bfloat16_is_as_near_to_float32_in_both():
-    """Leaf by leaf they differ: the gradient of a key's bias under softmax, for one, is rounding
-    and nothing else."""
+    """As a whole: the gradient of a key's bias under softmax, for one, is rounding alone."""
     options = dict(score="adder", mlp_linear="adder")
     make = lambda **dtype: layers.Block(8, 2, **options, **dtype, rngs=nnx.Rngs(0))
     params = nnx.to_pure_dict(nnx.state(randomised(make)))
@@ -160,9 +154,8 @@ def test_bfloat16_is_as_near_to_float32_in_both():
     truth, ours = (outputs_and_gradients(lambda p, g=g: nnx.merge(g, p)(x)) for g in graphdefs)
     module = linen.Block(2, **options, dtype=jnp.bfloat16)
     theirs = outputs_and_gradients(lambda p: module.apply({"params": p}, x))
-    rounding = (
-        2.0**-9
-    )  # of one bfloat16 operation; some ten follow one another in a block, twice as many backwards
+    # Of one operation; some ten follow one another in a block, twice as many backwards.
+    rounding = 2.0**-9
     for outputs, gradients in (ours, theirs):
         assert 0 < _distance(outputs, truth[0]) < 10 * rounding
         assert 0 < _distance(gradients, truth[1]) < 20 * rounding
@@ -184,21 +177,17 @@ def test_the_norm_is_that_of_flax_linen(given, dtype):
 
 
 @pytest.mark.parametrize(
-    ("make_nnx", "module"),
+    ("name", "options"),
     [
-        (
-            lambda: attention.AdditiveAttention(
-                4, 6, layer_norm=True, temperature="learned", rngs=nnx.Rngs(0)
-            ),
-            linen.AdditiveAttention(layer_norm=True, temperature="learned"),
-        ),
-        (lambda: attention.BilinearAttention(4, 6, rngs=nnx.Rngs(0)), linen.BilinearAttention()),
+        ("AdditiveAttention", dict(layer_norm=True, temperature="learned")),
+        ("BilinearAttention", {}),
     ],
 )
-def test_classical_forms_agree(make_nnx, module):
+def test_classical_forms_agree(name, options):
     query, key = rows(2, 3, 4), rows(2, 7, 6, seed=2)
     mask = jnp.asarray(np.random.default_rng(3).random((2, 3, 7)) < 0.5)
-    ours = randomised(make_nnx)
+    ours = randomised(lambda: getattr(attention, name)(4, 6, **options, rngs=nnx.Rngs(0)))
+    module = getattr(linen, name)(**options)
     params = nnx.to_pure_dict(nnx.state(ours))
     initial = jax.eval_shape(module.init, jax.random.key(0), query, key)["params"]
     assert shapes_of(initial) == shapes_of(params)
@@ -208,46 +197,34 @@ def test_classical_forms_agree(make_nnx, module):
 
 
 @pytest.mark.parametrize(
-    ("make_nnx", "module", "inputs"),
+    ("made", "inputs"),
     [
-        pytest.param(
-            lambda: models.VisionTransformer(
-                **VIT | dict(width=64), score="additive", rngs=nnx.Rngs(0)
-            ),
-            linen.VisionTransformer(**TINY | dict(width=64), score="additive"),
-            rows(1, 4, 4, 1),
-            marks=pytest.mark.slow,
-        ),
-        (
-            lambda: attention.MultiHeadAttention(2, 64, score="bilinear", rngs=nnx.Rngs(0)),
-            linen.MultiHeadAttention(2, score="bilinear"),
-            rows(1, 5, 64),
-        ),
+        pytest.param(vit(width=64, score="additive"), (4, 4, 1), marks=pytest.mark.slow),
+        (pair("MultiHeadAttention", (2,), (64,), None, score="bilinear"), (5, 64)),
     ],
 )
-def test_initial_values_have_the_same_spread(make_nnx, module, inputs):
+def test_initial_values_have_the_same_spread(made, inputs):
+    make_nnx, make_linen, _ = made
     ours = linen.from_nnx(nnx.to_pure_dict(nnx.state(make_nnx())))
-    theirs = jax.jit(module.init)(jax.random.key(1), inputs)["params"]
+    theirs = jax.jit(make_linen().init)(jax.random.key(1), rows(1, *inputs))["params"]
     for (path, a), b in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
         tolerance = 5 / np.sqrt(a.size)
-        np.testing.assert_allclose(
-            a.std(), b.std(), rtol=tolerance, atol=1e-6, err_msg=jax.tree_util.keystr(path)
-        )
+        close = dict(rtol=tolerance, atol=1e-6, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(a.std(), b.std(), **close)
         np.testing.assert_allclose(a.mean(), b.mean(), atol=tolerance * max(float(a.std()), 1e-6))
 
 
 @pytest.mark.slow
 def test_randomness_comes_from_the_dropout_stream():
-    model = linen.VisionTransformer(
-        **TINY, score="adder", dropout_rate=0.1, attention_dropout_rate=0.1, drop_path_rate=0.5
+    rates = dict(dropout_rate=0.1, attention_dropout_rate=0.1, drop_path_rate=0.5)
+    model = linen.VisionTransformer(**TINY, score="adder", **rates)
+    call = jax.jit(functools.partial(model.apply, deterministic=False))
+    variables = model.init(jax.random.key(0), images())
+    first, again, other = (
+        call(variables, images(), rngs={"dropout": jax.random.key(seed)}) for seed in (1, 1, 2)
     )
-    images = rows(3, 4, 4, 1)
-    variables = model.init(jax.random.key(0), images)
-    run = jax.jit(
-        lambda seed: model.apply(variables, images, deterministic=False, rngs={"dropout": seed})
-    )
-    np.testing.assert_array_equal(run(jax.random.key(1)), run(jax.random.key(1)))
-    assert not np.allclose(run(jax.random.key(1)), run(jax.random.key(2)))
+    np.testing.assert_array_equal(first, again)
+    assert not np.allclose(first, other)
 
 
 def test_samples_that_are_the_same_drop_other_weights():
@@ -262,8 +239,7 @@ def test_parameters_of_whole_networks_are_looked_up_and_never_drawn():
     """Linen's own errors for one that is missing or has another shape."""
     block, x = linen.Block(2, score="additive"), rows(1, 4, 8)
     variables = block.init(jax.random.key(0), x)
-    traced = jax.make_jaxpr(lambda p: block.apply({"params": p}, x))(variables["params"])
-    assert "random" not in str(traced)
+    assert "random" not in str(jax.make_jaxpr(block.apply)(variables, x))
     missing = jax.tree.map(lambda leaf: leaf, variables)
     del missing["params"]["attention"]["score"]["v"]
     with pytest.raises(flax.errors.ScopeParamNotFoundError, match='"v" .*"/attention/score"'):
@@ -287,49 +263,29 @@ def test_a_network_inside_of_a_users_module_and_called_twice():
     np.testing.assert_allclose(Twice().apply(variables, x), once(once(x)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_the_curvature_of_a_network_in_linen_is_that_of_its_nnx_form():
-    sizes = dict(TINY, score="adder", mlp_linear="adder")
-    model, images = linen.VisionTransformer(**sizes), rows(3, 4, 4, 1)
-    params = model.init(jax.random.key(0), images)["params"]
-    ours = models.VisionTransformer(**VIT | sizes, rngs=nnx.Rngs(0))
-    graphdef, state = nnx.split(ours)
-
-    def of_linen(params, images):
-        logits = model.apply({"params": params}, images)
-        return jnp.square(logits).mean(), logits
-
-    def of_nnx(params, images):
-        logits = nnx.merge(graphdef, params)(images)
-        return jnp.square(logits).mean(), logits
-
-    found = kfac.find_layers(of_linen, params, images)
-    expected = kfac.find_layers(of_nnx, nnx.to_pure_dict(state), images)
+@pytest.mark.parametrize(
+    ("made", "whole"),
+    [
+        pytest.param(vit(score="adder", mlp_linear="adder"), False, marks=pytest.mark.slow),
+        *(
+            (pair("AdderLinear", (6,), (8,), tokens, norm=norm, w_gradient=rule), True)
+            for norm in ("layernorm", None)
+            for rule in ("full", "sign")
+        ),
+    ],
+)
+def test_the_curvature_of_a_module_is_that_of_its_nnx_form(made, whole):
+    make_nnx, make_linen, make_inputs = made
+    graphdef, state = nnx.split(make_nnx())
+    own, module, inputs = nnx.to_pure_dict(state), make_linen(), make_inputs()
+    square = lambda y: (jnp.square(y).mean(), y)
+    of_linen = lambda p, x: square(module.apply({"params": p}, x))
+    found = kfac.find_layers(of_linen, linen.from_nnx(own), inputs)
+    expected = kfac.find_layers(lambda p, x: square(nnx.merge(graphdef, p)(x)), own, inputs)
     kinds = lambda layers: sorted(block.uses[0].layer.kind for block in layers.blocks.values())
     assert kinds(found) == kinds(expected)
     assert found.coverage == expected.coverage
-
-
-@pytest.mark.parametrize("norm", ["layernorm", None])
-@pytest.mark.parametrize("w_gradient", ["full", "sign"])
-def test_the_curvature_of_an_adder_layer_is_that_of_its_nnx_form(w_gradient, norm):
-    options, x = dict(norm=norm, w_gradient=w_gradient), rows(5, 8)
-    module, ours = (
-        linen.AdderLinear(6, **options),
-        layers.AdderLinear(8, 6, **options, rngs=nnx.Rngs(0)),
-    )
-    graphdef, state = nnx.split(ours)
-    params, square = nnx.to_pure_dict(state), lambda y: (jnp.square(y).mean(), y)
-    found, expected = (
-        kfac.find_layers(lambda p, x, apply=apply: square(apply(p, x)), params, x)
-        for apply in (
-            lambda p, x: module.apply({"params": p}, x),
-            lambda p, x: nnx.merge(graphdef, p)(x),
-        )
-    )
-    kinds = lambda layers: sorted(block.uses[0].layer.kind for block in layers.blocks.values())
-    assert kinds(found) == kinds(expected)
-    assert found.coverage == expected.coverage == 1.0
+    assert not whole or found.coverage == 1.0
 
 
 def test_images_of_another_size_have_resized_positions():
@@ -344,12 +300,10 @@ def test_errors_say_what_was_expected():
     for options, message in (
         (dict(num_heads=3), "width divisible by num_heads, got width 8 and 3"),
         (dict(score="laplace"), "expected a score among"),
-        (dict(qkv_linear="sparse"), "'dense', 'normed_dense', 'adder' or 'identity', got 'sparse'"),
         (dict(norm_position="mid"), "'pre' or 'post', got 'mid'"),
         (dict(qkv_linear="identity", proj_linear="sparse"), "'identity', got 'sparse'"),
         (dict(pooling="max"), "'cls' or 'mean', got 'max'"),
     ):
+        module = linen.VisionTransformer(**TINY | options)
         with pytest.raises(ValueError, match=message):
-            jax.eval_shape(
-                linen.VisionTransformer(**TINY | options).init, jax.random.key(0), rows(1, 4, 4, 1)
-            )
+            jax.eval_shape(module.init, jax.random.key(0), images())

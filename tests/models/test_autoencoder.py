@@ -63,21 +63,16 @@ ROW = jax.ShapeDtypeStruct((1, 8), jnp.int32)
 
 
 @pytest.mark.parametrize(
-    "example",
-    [
-        Example((IMAGE,), {"classes": 10}),
-        Example((ROW,), {"logits": 8}),
-        Example((IMAGE, ROW), {"logits": 64}),
-    ],
+    ("inputs", "sizes"),
+    [((IMAGE,), {"classes": 10}), ((ROW,), {"logits": 8}), ((IMAGE, ROW), {"logits": 64})],
 )
-def test_what_is_no_image_to_be_told_is_refused(example):
+def test_what_is_no_image_to_be_told_is_refused(inputs, sizes):
+    example = Example(inputs, sizes)
     with pytest.raises(ValueError, match=r"expected images whose values .*; set --config\.model"):
         build_autoencoder(AutoencoderSettings(), example, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize(
-    "widths", ["", "8,", "0", "-3", "8;4", "8.5", "8,65537", "1," * 16 + "1", 8]
-)
+@pytest.mark.parametrize("widths", ["", "8,", "-3", "8;4", "8.5", "8,65537", "1," * 16 + "1", 8])
 def test_widths_that_are_none_are_refused(widths):
     with pytest.raises(RunError, match=r"^config\.widths: expected "):
         read(AutoencoderSettings, defaults(AutoencoderSettings) | {"widths": widths})

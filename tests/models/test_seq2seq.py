@@ -8,8 +8,7 @@ from flax import nnx
 
 from adder_flax.models._seq2seq import Seq2Seq
 
-SLOW = ("additive", "bilinear", "dot", "gaussian")
-SCORES = ["adder", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+SCORES = ["adder", "additive", "bilinear", "dot", "gaussian"]
 
 
 def make(score="additive", **options):
@@ -33,6 +32,7 @@ def test_filling_rows_up_changes_nothing(score, batch):
     np.testing.assert_allclose(model(source, target), model(longer, target), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("score", SCORES)
 def test_steps_give_what_teacher_forcing_gives(score, batch):
     model, (source, target) = make(score), batch
@@ -71,11 +71,7 @@ def test_states_are_those_of_flax_cells_run_by_hand(batch):
 @pytest.mark.parametrize("score", SCORES)
 def test_every_parameter_has_a_gradient(score, batch):
     graphdef, params = nnx.split(make(score, temperature="learned"), nnx.Param)
-
-    def loss(params):
-        logits = nnx.merge(graphdef, params)(*batch)
-        return -jnp.take_along_axis(jax.nn.log_softmax(logits), batch[1][..., None], -1).mean()
-
+    loss = lambda params: jnp.sin(nnx.merge(graphdef, params)(*batch)).sum()
     gradient = nnx.to_pure_dict(jax.grad(loss)(params))
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
         assert jnp.isfinite(leaf).all()

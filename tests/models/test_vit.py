@@ -27,63 +27,44 @@ def images(count=4, seed=0):
     return np.random.default_rng(seed).normal(size=(count, 4, 4, 1)).astype(np.float32)
 
 
-def count(model):
-    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-
-
-def transformer_parameters(width, depth, tokens, patch_features, classes, mlp_ratio=4):
-    linear = lambda inputs, outputs: inputs * outputs + outputs
-    norm = 2 * width
-    hidden = mlp_ratio * width
-    mlp = linear(width, hidden) + linear(hidden, width)
-    block = 2 * norm + 4 * linear(width, width) + mlp
-    embedding = linear(patch_features, width) + width + tokens * width
-    return embedding + depth * block + norm + linear(width, classes)
-
-
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
-    ("build", "width", "published", "millions"),
+    ("build", "published"),
     [
-        (models.deit_tiny, 192, 5_717_416, 5.72),
-        (models.deit_small, 384, 22_050_664, 22.05),
-        (models.deit_base, 768, 86_567_656, 86.57),
+        (models.deit_tiny, 5_717_416),
+        (models.deit_small, 22_050_664),
+        (models.deit_base, 86_567_656),
     ],
 )
-def test_parameter_counts_are_the_published_ones(build, width, published, millions):
-    parameters = count(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
-    assert parameters == published == transformer_parameters(width, 12, 197, 16 * 16 * 3, 1000)
-    assert round(parameters / 1e6, 2) == millions
+def test_parameter_counts_are_the_published_ones(build, published):
+    state = nnx.eval_shape(lambda: nnx.state(build(rngs=nnx.Rngs(0)), nnx.Param))
+    assert sum(leaf.size for leaf in jax.tree.leaves(state)) == published
 
 
 def test_names_in_the_parameter_tree():
-    tree = nnx.to_pure_dict(nnx.state(make(), nnx.Param))
+    tree = nnx.to_pure_dict(nnx.state(make(score="additive"), nnx.Param))
     assert set(tree) == {"patch_embed", "cls_token", "pos_embed", "blocks", "norm", "head"}
     assert set(tree["blocks"]) == {0, 1, 2}
-    assert set(tree["blocks"][0]) == {"norm1", "attention", "norm2", "mlp"}
-    assert set(tree["blocks"][0]["attention"]) == {"query", "key", "value", "out"}
-    assert set(tree["blocks"][0]["mlp"]) == {"fc1", "fc2"}
+    block = tree["blocks"][0]
+    assert set(block) == {"norm1", "attention", "norm2", "mlp"}
+    assert set(block["attention"]) == {"query", "key", "value", "out", "score"}
+    assert set(block["attention"]["score"]) == {"query_kernel", "key_kernel", "bias", "v"}
+    assert set(block["mlp"]) == {"fc1", "fc2"}
     assert tree["pos_embed"].shape == (1, 5, 8)
     mean = nnx.to_pure_dict(nnx.state(make(pooling="mean"), nnx.Param))
     assert "cls_token" not in mean
     assert mean["pos_embed"].shape == (1, 4, 8)
-    additive = nnx.to_pure_dict(nnx.state(make(score="additive"), nnx.Param))
-    names = {"query_kernel", "key_kernel", "bias", "v"}
-    assert set(additive["blocks"][0]["attention"]["score"]) == names
 
 
 def loss_and_gradients(model, deterministic=True):
     """A function of a seed: jitted, functional, as the trainer does it."""
     graphdef, params = nnx.split(model, nnx.Param)
 
-    @jax.jit
-    def run(params, key):
-        def loss(params):
-            options = dict(deterministic=deterministic, rngs=nnx.Rngs(dropout=key))
-            return jnp.sum(jnp.sin(nnx.merge(graphdef, params)(images(), **options)))
+    def loss(params, key):
+        options = dict(deterministic=deterministic, rngs=nnx.Rngs(dropout=key))
+        return jnp.sum(jnp.sin(nnx.merge(graphdef, params)(images(), **options)))
 
-        return jax.value_and_grad(loss)(params)
-
+    run = jax.jit(jax.value_and_grad(loss))
     return lambda seed: run(nnx.to_pure_dict(params), jax.random.key(seed))
 
 
@@ -110,7 +91,8 @@ def test_the_loop_anneals_blocks_in_turn():
 
 
 def test_every_layer_takes_the_rates_of_another_run():
-    model = make(dropout_rate=0.1, attention_dropout_rate=0.1, drop_path_rate=0.1)
+    model = make(dropout_rate=0.1, attention_dropout_rate=0.1, drop_path_rate=0.4)
+    np.testing.assert_allclose([block.drop_path.rate for block in model.blocks], [0.0, 0.2, 0.4])
     others = dict(dropout_rate=0.3, attention_dropout_rate=0.4, drop_path_rate=0.6)
     model.set_data(VitSettings(**others))
     of_kind = lambda kind: [layer for _, layer in nnx.iter_modules(model) if type(layer) is kind]
@@ -169,9 +151,8 @@ class Counting(nnx.Module):
         return self.norm(dropped, use_running_average=deterministic)
 
 
-@pytest.mark.parametrize(
-    "way", [{}, *(pytest.param(w, marks=pytest.mark.slow) for w in (dict(remat=True), BOTH))]
-)
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("way", [{}, dict(remat=True), BOTH])
 def test_blocks_keep_what_is_no_parameter(way):
     model = make(depth=2, **way)
     for block in model.blocks:
@@ -214,8 +195,7 @@ def test_samples_do_not_depend_on_the_batch(pooling):
 
 
 def test_pooling_and_position_embedding_matter():
-    """Without positions a mean-pooled transformer does not see the order of the patches; with them
-    it does."""
+    """A mean-pooled transformer sees the order of the patches by positions alone."""
     model = make(pooling="mean")
     shuffled = np.concatenate([images()[:, 2:], images()[:, :2]], axis=1)  # swaps rows of patches
     assert not np.allclose(run(model, images()), run(model, shuffled), atol=1e-2)
@@ -236,11 +216,6 @@ def test_bfloat16_computation_keeps_float32_parameters_and_logits():
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(gradients))
 
 
-def test_stochastic_depth_rises_linearly():
-    model = make(drop_path_rate=0.4)
-    np.testing.assert_allclose([block.drop_path.rate for block in model.blocks], [0.0, 0.2, 0.4])
-
-
 def test_score_per_block_and_identity():
     options = [None, {"gradient": "full"}, {"hidden_dim": 3}]
     scores = ["dot", "adder", "additive"]
@@ -257,7 +232,6 @@ def test_score_per_block_and_identity():
         (dict(patch_size=3), "divisible by patch_size, got 4 x 4 pixels and patches of 3"),
         (dict(score="laplace"), "expected a score among .*gaussian.*, got 'laplace'"),
         (dict(score=["dot", "adder"]), "one setting or a list of depth = 3, got a list of 2"),
-        (dict(mlp_linear="sparse"), "'dense', 'normed_dense', 'adder' or 'identity', got 'sparse'"),
         (dict(pooling="max"), "pooling 'cls' or 'mean', got 'max'"),
         (dict(score=["dot", "dot", "adder"], scan_blocks=True), "expects blocks that are alike"),
         (dict(depth=0), "depth of at least 1, got 0"),

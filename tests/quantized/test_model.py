@@ -1,5 +1,7 @@
 """Whole models in few bits: what is exchanged, what stays, and how close it comes."""
 
+import functools
+
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
@@ -31,11 +33,9 @@ def error(few, model, *inputs):
 def test_scores_of_numbers_on_the_grid_are_their_distances_to_a_number_for_each_query():
     rng = np.random.default_rng(0)
     lowest, step = np.array([-2.0, 1.0]), np.array([0.25, 0.5])
+    codes = (rng.integers(0, 16, (3, 2, n, 6)) for n in (4, 5))
     column = lambda x: x[:, None, None]
-    heads = [
-        (column(lowest) + column(step) * rng.integers(0, 16, (3, 2, n, 6))).astype(np.float32)
-        for n in (4, 5)
-    ]
+    heads = [np.float32(column(lowest) + column(step) * code) for code in codes]
     heads[1][:, :, 0] += 64  # keys beyond the grid lose nothing
     got = byte_scores(*heads, lowest=lowest, step=step, bits=4)
     expected = -np.abs(heads[0][..., None, :] - heads[1][..., None, :, :]).sum(-1)
@@ -55,12 +55,15 @@ def test_scores_of_numbers_on_the_grid_are_their_distances_to_a_number_for_each_
         {"bias": np.float32([3, 0, 0, 0, 0, -3])},
         {"is_causal": True},
         {"key_block": 2},
+        {"identity": True, "query_position": 4},  # one query among cached keys
     ],
     ids=str,
 )
 def test_attention_at_once_is_that_by_its_map(options):
     rng = np.random.default_rng(0)
     heads = [rng.normal(size=(3, 6, 2, 8)).astype(np.float32) for _ in range(3)]
+    if "query_position" in options:
+        heads[0] = heads[0][:, :1]
     grid = {"lowest": jnp.float32([-1.5, -2.0]), "step": jnp.float32([0.1, 0.2])}
     how = dict(score=byte_score(4), parameters=grid, identity=False) | options
     expected, weights = attend(*heads, **how, return_weights=True)
@@ -68,17 +71,6 @@ def test_attention_at_once_is_that_by_its_map(options):
     np.testing.assert_allclose(got, expected, atol=1e-5)
     mixed = np.einsum("bhqk,bkhv->bqhv", weights, np.float64(heads[2]))
     np.testing.assert_allclose(got, mixed, atol=1e-5)
-
-
-def test_a_query_among_cached_keys_gets_its_own_value():
-    rng = np.random.default_rng(0)
-    query, key, value = (rng.normal(size=(3, n, 2, 8)).astype(np.float32) for n in (1, 6, 6))
-    grid = {"lowest": jnp.float32([-1.5, -2.0]), "step": jnp.float32([0.1, 0.2])}
-    how = dict(score=byte_score(4), parameters=grid, identity=True, query_position=4)
-    expected, _ = attend(query, key, value, **how, return_weights=True)
-    got = attend(query, key, value, **how)
-    assert got.shape == expected.shape == (3, 1, 2, 8)
-    np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -115,11 +107,10 @@ def test_a_head_s_grid_is_its_own_and_errs_least_of_the_tried():
         return np.square(wrong).reshape(4, 2, -1).mean((0, 2))
 
     chosen = errors(calibrate_scores(query, key, bits=4))
-    for share in (0.0, 1e-2):
-        assert (
-            chosen <= errors(calibrate_scores(query, key, bits=4, clamped_shares=[share]))
-        ).all()
-    widest = errors(calibrate_scores(query, key, bits=4, clamped_shares=[0.0]))
+    widest, narrower = (
+        errors(calibrate_scores(query, key, bits=4, clamped_shares=[s])) for s in (0.0, 1e-2)
+    )
+    assert (chosen <= np.minimum(widest, narrower)).all()
     assert chosen[0] < 0.5 * widest[0]
 
 
@@ -182,8 +173,7 @@ def test_a_grid_reaches_as_far_as_all_calls(kind):
     near = nnx.Rngs(1).normal((20, 6, 8))
     called, far = layers.AdderLinear(8, 8, norm=None, rngs=nnx.Rngs(0)), 30 + near[:, :4]
     if kind == "scores":
-        called = MultiHeadAttention(2, 8, score="adder", rngs=nnx.Rngs(0))
-        far = 10 * near[:, :4]
+        called, far = MultiHeadAttention(2, 8, score="adder", rngs=nnx.Rngs(0)), 10 * near[:, :4]
     for inputs in (near, far), (far, near):
         model = Calls(called)
         assert error(quantized.quantize_model(model, *inputs), model, *inputs) < 0.05
@@ -199,21 +189,21 @@ def test_layers_in_lists_and_dictionaries_are_exchanged():
         def __call__(self, x):
             return self.held["mlps"][0](self.held["values"][1](self.held["values"][0](x)))
 
-    model, x = Holder(), nnx.Rngs(1).normal((50, 8))
-    few = quantized.quantize_model(model, x)
+    few = near_in_few_bits(Holder(), most=0.1)
     assert not layers.adder_layers(few)
     assert isinstance(few.held["mlps"][0], quantized.Mlp)
-    assert error(few, model, x) < 0.1
 
 
-def test_an_mlp_of_another_kind_keeps_its_own_formula():
-    class Rectified(layers.Mlp):
-        def __call__(self, inputs, **_):
-            return self.fc2(jax.nn.relu(self.fc1(inputs)))
-
-    model = Calls(Rectified(8, 8, linear=layers.AdderLinear, rngs=nnx.Rngs(2)))
+def near_in_few_bits(model, most=0.05):
     x = nnx.Rngs(1).normal((50, 8))
-    assert error(quantized.quantize_model(model, x), model, x) < 0.05
+    few = quantized.quantize_model(model, x)
+    assert error(few, model, x) < most
+    return few
+
+
+class Rectified(layers.Mlp):
+    def __call__(self, inputs, **_):
+        return self.fc2(jax.nn.relu(self.fc1(inputs)))
 
 
 class Doubled(layers.AdderLinear):
@@ -221,13 +211,10 @@ class Doubled(layers.AdderLinear):
         return 2 * super().__call__(inputs)
 
 
-def test_a_layer_of_another_kind_keeps_its_own_formula():
-    model = nnx.Sequential(
-        *(kind(8, 8, rngs=nnx.Rngs(0)) for kind in (Doubled, layers.AdderLinear))
-    )
-    x = nnx.Rngs(1).normal((50, 8))
-    few = quantized.quantize_model(model, x)
-    assert error(few, model, x) < 0.05
+def test_layers_of_another_kind_keep_their_own_formula():
+    near_in_few_bits(Calls(Rectified(8, 8, linear=layers.AdderLinear, rngs=nnx.Rngs(2))))
+    kinds = Doubled, layers.AdderLinear
+    few = near_in_few_bits(nnx.Sequential(*(kind(8, 8, rngs=nnx.Rngs(0)) for kind in kinds)))
     assert [type(layer) for layer in few.layers] == [Doubled, quantized.AdderLinear]
 
 
@@ -238,8 +225,7 @@ def test_another_norm_behind_the_sums_is_that_norm(norm):
     if norm is nnx.BatchNorm:
         model.fc1.norm.use_running_average = True
         model.fc1.norm.mean[...], model.fc1.norm.var[...] = jnp.full(8, -9.0), jnp.full(8, 4.0)
-    x = nnx.Rngs(1).normal((50, 8))
-    assert error(quantized.quantize_model(Calls(model), x), Calls(model), x) < 0.05
+    near_in_few_bits(Calls(model))
 
 
 def test_a_layer_with_two_names_stays_one():
@@ -250,19 +236,19 @@ def test_a_layer_with_two_names_stays_one():
         def __call__(self, x):
             return self.second(self.first(x))
 
-    model, x = Tied(), nnx.Rngs(1).normal((50, 8))
-    few = quantized.quantize_model(model, x)
+    few = near_in_few_bits(Tied())
     assert few.first is few.second
     assert isinstance(few.second, quantized.AdderLinear)
-    assert error(few, model, x) < 0.05
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
-@pytest.mark.parametrize("kind", ["layer", "scores"])
-def test_examples_that_are_no_numbers_are_refused(kind, number):
-    model = layers.AdderLinear(8, 8, rngs=nnx.Rngs(0))
-    if kind == "scores":
-        model = MultiHeadAttention(2, 8, score="adder", rngs=nnx.Rngs(0))
+@pytest.mark.parametrize(
+    "make",
+    [layers.AdderLinear, functools.partial(MultiHeadAttention, score="adder")],
+    ids=["layer", "scores"],
+)
+def test_examples_that_are_no_numbers_are_refused(make, number):
+    model = make(8, 8, rngs=nnx.Rngs(0))
     x = nnx.Rngs(1).normal((10, 6, 8)).at[3, 2, 1].set(number)
     with pytest.raises(ValueError, match="expected finite numbers to choose a grid by"):
         quantized.quantize_model(model, x)
@@ -301,11 +287,8 @@ def test_what_is_refused_says_why():
 def test_empty_like_has_the_shapes_without_an_array():
     model = transformer()
     few = quantized.quantize_model(model, images(), bits=6)
-    abstract = nnx.eval_shape(transformer)
-    graphdef, state = quantized.empty_like(abstract, 6)
+    graphdef, state = quantized.empty_like(nnx.eval_shape(transformer), 6)
     own = nnx.split(few)[1]
-    assert jax.tree.map(jnp.shape, nnx.to_pure_dict(own)) == jax.tree.map(
-        lambda leaf: leaf.shape, nnx.to_pure_dict(state)
-    )
-    again = nnx.merge(graphdef, own)
-    np.testing.assert_array_equal(again(images()), few(images()))
+    shapes = lambda state: jax.tree.map(lambda leaf: leaf.shape, nnx.to_pure_dict(state))
+    assert shapes(own) == shapes(state)
+    np.testing.assert_array_equal(nnx.merge(graphdef, own)(images()), few(images()))

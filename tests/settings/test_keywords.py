@@ -13,8 +13,7 @@ OPTIONS = {field.name for field in dataclasses.fields(AttentionSettings)}
 
 
 def test_every_option_of_attention_is_one_of_the_function():
-    """`MultiHeadAttention` hands all of them on: an option takes its declaration and its place in
-    `attend`."""
+    """`MultiHeadAttention` hands all of them on."""
     assert inspect.signature(attention.attend).parameters.keys() >= OPTIONS
 
 
@@ -34,8 +33,7 @@ def test_every_option_of_attention_is_a_keyword_of_every_module(module):
 @pytest.mark.slow
 def test_fields_and_settings_make_the_same_model():
     size = dict(image_size=4, channels=1, num_classes=2)
-    fields = dict(width=8, depth=2, num_heads=2, patch_size=2, score="adder")
-    fields["adder_options"] = {"norm": None}
+    fields = dict(width=8, depth=2, num_heads=2, patch_size=2, adder_options={"norm": None})
     settings = VitSettings(**fields, temperature=2.0)
 
     def structure(**options):
@@ -48,9 +46,8 @@ def test_fields_and_settings_make_the_same_model():
 
 
 def test_a_keyword_changes_one_field_of_settings_that_are_given_too():
-    block = layers.Block(
-        8, 2, settings=BlockSettings(mlp_ratio=2.0), score="gaussian", rngs=nnx.Rngs(0)
-    )
+    given = BlockSettings(mlp_ratio=2.0)
+    block = layers.Block(8, 2, settings=given, score="gaussian", rngs=nnx.Rngs(0))
     assert (block.mlp.fc1.out_features, block.attention.settings.score) == (16, "gaussian")
 
 

@@ -11,29 +11,25 @@ from ml_collections import ConfigDict
 
 from adder_flax import settings
 from adder_flax.errors import RunError
-from adder_flax.settings import RunSettings, read
+from adder_flax.settings import RunSettings, read, setting
 from tests.settings.nonsense import tiny
+
+KINDS = {"auto": None, "on": True, "off": False}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Toy:
-    rate: float = settings.setting(0.1, "a rate", ge=0, lt=1)
-    count: int = settings.setting(3, "a number of things", ge=1, le=8)
-    block: int | None = settings.setting("off", "a block", words={"off": None}, ge=1, le=8)
-    limit: float | None = settings.setting(0.0, "a limit; 0 is off", words={0: None}, gt=0, le=9)
-    span: tuple[float, float] | None = settings.setting(
-        (), "a range; () is off", words={(): None}, ge=0, le=1
-    )
-    kind: bool | None = settings.setting(
-        "auto", "of things", words={"auto": None, "on": True, "off": False}
-    )
-    sizes: tuple[int, ...] = settings.setting("", "of stages", commas=int, ge=1, le=9, max_length=2)
-    layer: Any = settings.setting(
-        "dense", "of each block", commas=Literal["dense", "adder"], max_length=3
-    )
-    most: int | None = settings.setting(None, "if there is one", ge=1)
-    turns: tuple[int, ...] = settings.setting((3, 1), "in any order")
-    names: Any = settings.setting("a", "of things", commas=str)
+    rate: float = setting(0.1, "a rate", ge=0, lt=1)
+    count: int = setting(3, "a number of things", ge=1, le=8)
+    block: int | None = setting("off", "a block", words={"off": None}, ge=1, le=8)
+    limit: float | None = setting(0.0, "a limit; 0 is off", words={0: None}, gt=0, le=9)
+    span: tuple[float, float] | None = setting((), "() is off", words={(): None}, ge=0, le=1)
+    kind: bool | None = setting("auto", "of things", words=KINDS)
+    sizes: tuple[int, ...] = setting("", "of stages", commas=int, ge=1, le=9, max_length=2)
+    layer: Any = setting("dense", "of blocks", commas=Literal["dense", "adder"], max_length=3)
+    most: int | None = setting(None, "if there is one", ge=1)
+    turns: tuple[int, ...] = setting((3, 1), "in any order")
+    names: Any = setting("a", "of things", commas=str)
 
 
 GOOD = settings.defaults(_Toy)
@@ -47,28 +43,23 @@ def test_defaults_are_what_the_declarations_say_and_their_meanings_are_converted
     assert vars(_Toy()) == GOOD | meanings
 
 
+TAKEN = {
+    "rate": [(0, 0.0), (np.float32(0.5), 0.5), (math.nextafter(1, 0), math.nextafter(1, 0))],
+    "count": [(np.int64(8), 8)],
+    "block": [("4", 4), (4, 4)],
+    "limit": [(0, None), (9, 9.0)],
+    "span": [([0.5, 0.5], (0.5, 0.5))],
+    "kind": [("on", True)],
+    "sizes": [("3, 4", (3, 4)), ("3", (3,))],
+    "layer": [("adder", "adder"), ("adder,dense", ("adder", "dense"))],
+    "most": [(10**9, 10**9), (None, None)],
+    "turns": [([2, 1, 0], (2, 1, 0))],
+    "names": [("a,b", ("a", "b"))],
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "value", "meaning"),
-    [
-        ("rate", 0, 0.0),
-        ("rate", np.float32(0.5), 0.5),
-        ("rate", math.nextafter(1, 0), math.nextafter(1, 0)),
-        ("count", np.int64(8), 8),
-        ("block", "4", 4),
-        ("block", 4, 4),
-        ("limit", 0, None),
-        ("limit", 9, 9.0),
-        ("span", [0.5, 0.5], (0.5, 0.5)),
-        ("kind", "on", True),
-        ("sizes", "3, 4", (3, 4)),
-        ("sizes", "3", (3,)),
-        ("layer", "adder", "adder"),
-        ("layer", "adder,dense", ("adder", "dense")),
-        ("most", 10**9, 10**9),
-        ("most", None, None),
-        ("turns", [2, 1, 0], (2, 1, 0)),
-        ("names", "a,b", ("a", "b")),
-    ],
+    ("name", "value", "meaning"), [(name, *pair) for name in TAKEN for pair in TAKEN[name]]
 )
 def test_what_is_in_range_is_taken_in_one_form(name, value, meaning):
     taken = getattr(read(_Toy, ConfigDict(GOOD | {name: value})), name)
@@ -91,9 +82,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values]
-)
+@pytest.mark.parametrize(("name", "value"), [(name, v) for name in REFUSED for v in REFUSED[name]])
 def test_what_is_not_is_named_with_its_value(name, value):
     with pytest.raises(RunError) as error:
         read(_Toy, GOOD | {name: value})
@@ -135,8 +124,8 @@ def test_a_model_of_another_name_is_read_by_its_own_class():
 
 @dataclasses.dataclass(frozen=True)
 class _Named:
-    name: str = settings.setting("toy", "the model", expected="the name of a model")
-    size: int = settings.setting(1, "of the toy", ge=1, le=3)
+    name: str = setting("toy", "the model", expected="the name of a model")
+    size: int = setting(1, "of the toy", ge=1, le=3)
 
 
 def test_a_constant_rate_has_no_end_to_be_below():
@@ -165,7 +154,7 @@ def test_what_pydantic_says_of_a_type_is_held_to():
 
     @dataclasses.dataclass(frozen=True)
     class Pair:
-        count: even = settings.setting(2, "of things", expected="an even number")
+        count: even = setting(2, "of things", expected="an even number")
 
         @property
         def half(self):
