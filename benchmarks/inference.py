@@ -198,19 +198,19 @@ def write_onnx(files: Files, images: np.ndarray, batch: int) -> None:
     )
 
 
-def random_networks(size: str, folder: Path) -> tuple[Files, np.ndarray]:
+def random_networks(size: str, side: int, folder: Path) -> tuple[Files, np.ndarray]:
     fields, models = {}, {}
     for kind in ("adder", "multiplicative"):
         model = common.deit(kind, size).model
-        model.patch_size = 16
+        model.patch_size = 16 if side >= 128 else side // 8
         fields[kind] = model.to_dict()
-        sizes = dict(image_size=224, num_classes=1000, rngs=nnx.Rngs(0))
+        sizes = dict(image_size=side, num_classes=1000, rngs=nnx.Rngs(0))
         vit = settings.read(settings.VitSettings, model)
         models[kind] = VisionTransformer(settings=vit, **sizes)
-    images = np.random.default_rng(0).normal(size=(8, 224, 224, 3)).astype(np.float32)
+    images = np.random.default_rng(0).normal(size=(8, side, side, 3)).astype(np.float32)
     few = quantized.quantize_model(models["adder"], images)
     interop.save_integers(few, folder / "int8.safetensors", bits=8, network={}, notes={})
-    shared = dict(image_shape=(224, 224, 3), num_classes=1000)
+    shared = dict(image_shape=(side, side, 3), num_classes=1000)
     return write(folder, models, fields=fields, **shared), images
 
 
@@ -276,8 +276,9 @@ def _channels_first(images: np.ndarray) -> np.ndarray:
 def main() -> None:
     parser = benchmarks.parser(__doc__)
     parser.add_argument("--size", choices=("tiny", "small"), default="tiny")
+    parser.add_argument("--side", type=int, default=224, help="of the images, in pixels")
     runs = dict(nargs=2, metavar=("ADDER", "MULTIPLICATIVE"))
-    parser.add_argument("--runs", **runs, help="directories of runs, in place of a size")
+    parser.add_argument("--runs", **runs, help="directories of runs, in place of size and side")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     options = parser.parse_args()
     forkserver.ensure_running()  # while this process is small: children count its memory as theirs
@@ -291,7 +292,7 @@ def main() -> None:
             for name, load in networks(files):
                 scores[name] = f"{accuracy(load(files, SCORED_BATCH), run):.4f}"
         else:
-            files, calibration = random_networks(options.size, folder)
+            files, calibration = random_networks(options.size, options.side, folder)
         vit = files.vit("multiplicative")
         print(f"{vit.depth} blocks of width {vit.width}, images {files.image_shape}\n")
         benchmarks.print_titles(TITLES)

@@ -92,7 +92,6 @@ def busy(window: Callable, length: int) -> str:
 def main() -> None:
     parser = benchmarks.parser(__doc__)
     parser.add_argument("--config", default="", help="an experiment in place of a DeiT")
-
     parser.add_argument("--data", default="fake")
     parser.add_argument("--image-size", type=int, default=224)
     parser.add_argument("--patch-size", type=int, default=16)

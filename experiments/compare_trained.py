@@ -8,10 +8,11 @@ layers and scores apart.
 
 | argument after the colon | training of a run | validation | rates | seeds |
 |---|---|---|---|---|
-| none: scikit-learn's digits | 850 steps of 64 images, 50 epochs, six blocks of width 96 | 20 % | 4 | 10 |
-| fashion_mnist | 4,215 steps of 64 images, 5 epochs, patches of 7, three blocks of width 64 | 10 % | 4 | 6 |
+| none: scikit-learn's digits | 850 steps of 64 images: 50 epochs | 20 % | 4 | 10 |
+| fashion_mnist | 4,215 steps of 64 images: 5 epochs, patches of 7 | 10 % | 4 | 6 |
 | cifar10 | experiments/cifar10_fast.py: 5.25 epochs of 256 images, a stem, Muon | 10 % | 3 | 3 |
 
+The network has six blocks of width 96, for Fashion-MNIST three of width 64.
 ``twice,digits`` trains the best arm (before it is known, the control) for as many steps and for
 twice as many: whether these trainings end. The first minutes of such trainings are
 experiments/compare_mechanisms.py.
