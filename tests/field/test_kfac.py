@@ -3,6 +3,7 @@
 The truth is JAX's own Hessian of the loss, or one gradient per example, in float64.
 """
 
+import functools
 import textwrap
 
 import jax
@@ -12,7 +13,17 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import kfac
-from tests.kfac.reference import close, matrix_of, normal, system_of
+from tests.kfac.reference import (
+    close,
+    empirical,
+    losses,
+    matrices,
+    matrix_of,
+    normal,
+    random,
+    system_of,
+    tap,
+)
 from tests.processes import run_code
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -22,29 +33,19 @@ LABELS = jnp.arange(6) % 4
 WEIGHTS = jnp.array([0.0, 1.0, 0.5, 3.0, 0.0, 0.2])
 
 
-def losses(logits, labels):
-    log_probabilities = jax.nn.log_softmax(logits)
-    return -jnp.take_along_axis(log_probabilities, labels[..., None], axis=-1)[..., 0]
-
-
 def outputs(params, x):
-    return kfac.tap(kfac.Dense(), params["l"], x, path="l")
+    return tap(params, x, "l")
 
 
-def block_of(loss_fn, *args, params=PARAMS, key=None, fisher="enumerate", **options):
-    """The exact block of the layer, and the curvature that it is made of."""
-    found = {"outputs": lambda aux: aux[0], "weights": lambda aux: aux[1]}
-    function = kfac.value_grad_and_curvature(
-        loss_fn, fisher=fisher, has_aux=True, **found | options
-    )
+# Of a loss that returns its outputs and their weights beside it.
+FOUND = {"outputs": lambda aux: aux[0], "weights": lambda aux: aux[1]}
 
-    @jax.jit
-    def compute(params, *args):
-        curvature = function(params, *args, key=key)[2]
-        (name,) = curvature.layers.blocks
-        return matrix_of(system_of(name, "exact", curvature, params))[0], curvature
 
-    return compute(params, *args)
+def block_of(loss_fn, *args, form="exact", fisher="enumerate", **options):
+    """The block of the layer, and the curvature that it is made of."""
+    options = FOUND | options
+    (block,), curvature = matrices([("l", form)], loss_fn, PARAMS, *args, fisher=fisher, **options)
+    return block[0], curvature
 
 
 def hessian(loss_fn, *args):
@@ -73,7 +74,7 @@ def divided_by_examples(params, x, labels, weights):
 def test_weighted_examples_have_the_hessian_of_their_loss(loss_fn, weights):
     """f-dangel/curvlinops#107 and #108: the scale of a mean over fewer terms than there are."""
     block, _ = block_of(loss_fn, X, LABELS, weights)
-    np.testing.assert_allclose(block, hessian(loss_fn, X, LABELS, weights), rtol=1e-9, atol=1e-14)
+    close(block, hessian(loss_fn, X, LABELS, weights), rtol=1e-9, atol=1e-14)
 
 
 @pytest.mark.parametrize("fisher", ["mc", "ggn"])
@@ -109,8 +110,10 @@ def scanned_in_vmap(params, x):
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("params", "network"), [(PARAMS, tokens), (STACK, scanned_in_vmap)])
-def test_the_empirical_matrix_counts_each_example_by_its_weight(params, network):
+@pytest.mark.parametrize(
+    ("params", "network", "name"), [(PARAMS, tokens, "l"), (STACK, scanned_in_vmap, "stack")]
+)
+def test_the_empirical_matrix_counts_each_example_by_its_weight(params, network, name):
     """Σ_n s_n u_n u_nᵀ, u_n the gradient of example n's own mean, s_n its share in the loss."""
     x, labels = normal(2, 4, 5, 3), jnp.arange(20).reshape(4, 5) % 3
     weights = jnp.arange(20.0).reshape(4, 5) % 7
@@ -119,35 +122,24 @@ def test_the_empirical_matrix_counts_each_example_by_its_weight(params, network)
         logits = network(params, x)
         return jnp.average(losses(logits, labels), weights=weights), (logits, weights)
 
-    function = kfac.value_grad_and_curvature(
-        loss_fn, fisher="empirical", has_aux=True, weights=lambda aux: aux[1]
-    )
-    gradients = []
-    for n in range(4):
-        one = lambda p, n=n: loss_fn(p, x[n : n + 1], labels[n : n + 1], weights[n : n + 1])[0]
-        gradients.append(jax.tree.leaves(jax.grad(one)(params))[0])
-    curvature = function(params, x, labels, weights)[2]
-    (block,) = curvature.layers.blocks.values()
-    u = np.stack(gradients).reshape(4, block.lanes, -1)
-    shares = weights.sum(1) / weights.sum()
-    expected = np.einsum("n,nlp,nlq->lpq", shares, u, u)
-    found = matrix_of(system_of(block.name, "exact", curvature, params))
-    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-14)
+    def gradient(*example):
+        one = lambda p: loss_fn(p, *(a[None] for a in example))[0]
+        return jax.grad(one)(params)[name]["kernel"]
+
+    args, options = (params, x, labels, weights), {"weights": FOUND["weights"]}
+    (found,), _ = matrices([(name, "exact")], loss_fn, *args, **options)
+    u = jax.vmap(gradient)(x, labels, weights).reshape(4, len(found), -1)
+    expected = np.einsum("n,nlp,nlq->lpq", weights.sum(1) / weights.sum(), u, u)
+    close(found, expected, rtol=1e-9, atol=1e-14)
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("fisher", ["empirical", "enumerate"])
 def test_parts_of_a_masked_batch_are_joined_by_what_their_means_are_over(fisher):
     """meta-pytorch/torchtune#1875: parts with 1 and 4 real examples do not count alike."""
-    function = kfac.curvature(
-        averaged,
-        fisher=fisher,
-        has_aux=True,
-        outputs=lambda aux: aux[0],
-        weights=lambda aux: aux[1],
-    )
+    function = kfac.curvature(averaged, fisher=fisher, has_aux=True, **FOUND)
 
-    def matrices(curvature):
+    def both(curvature):
         forms = ("exact", "factors")
         return [matrix_of(system_of("l", form, curvature, PARAMS)) for form in forms]
 
@@ -156,7 +148,7 @@ def test_parts_of_a_masked_batch_are_joined_by_what_their_means_are_over(fisher)
         cut = [(X[part], LABELS[part], weights[part]) for part in (slice(0, 2), slice(2, 6))]
         parts = [function(PARAMS, *args, refresh=refresh) for args in cut]
         whole = function(PARAMS, X, LABELS, weights)
-        return matrices(whole), matrices(kfac.concatenate_curvature(parts))
+        return both(whole), both(kfac.concatenate_curvature(parts))
 
     whole, joined = whole_and_joined(WEIGHTS, True)
     close(joined, whole, rtol=1e-10, atol=1e-14)
@@ -167,23 +159,12 @@ def test_parts_of_a_masked_batch_are_joined_by_what_their_means_are_over(fisher)
 def test_examples_without_weight_are_no_examples(form):
     """f-dangel/curvlinops#107: rows that only fill a batch up, in the factors too."""
     real = jnp.array([True, True, False, True, False, True])
-    function = kfac.value_grad_and_curvature(
-        averaged,
-        fisher="enumerate",
-        has_aux=True,
-        outputs=lambda aux: aux[0],
-        weights=lambda aux: aux[1],
-    )
-
-    @jax.jit
-    def matrix(x, labels, weights):
-        return matrix_of(system_of("l", form, function(PARAMS, x, labels, weights)[2], PARAMS))
-
+    matrix = lambda *args: block_of(averaged, *args, form=form)[0]
     alone = matrix(X[real], LABELS[real], jnp.ones(4))
-    np.testing.assert_allclose(matrix(X, LABELS, real), alone, rtol=1e-10, atol=1e-14)
+    close(matrix(X, LABELS, real), alone, rtol=1e-10, atol=1e-14)
     twice = matrix(X, LABELS, jnp.array([1, 2, 0, 1, 0, 1]))
     index = jnp.array([0, 1, 1, 3, 5])
-    np.testing.assert_allclose(twice, matrix(X[index], LABELS[index], jnp.ones(5)), rtol=1e-10)
+    close(twice, matrix(X[index], LABELS[index], jnp.ones(5)), rtol=1e-10)
 
 
 def test_weights_of_another_shape_are_refused():
@@ -195,9 +176,7 @@ def test_weights_of_another_shape_are_refused():
     with pytest.raises(ValueError, match="of 4 examples"):
         block_of(with_weights(jnp.ones((5, 4))), **options)
     with pytest.raises(ValueError, match="that weights= finds them in"):
-        kfac.value_grad_and_curvature(
-            lambda p: outputs(p, x).sum(), fisher="empirical", weights=lambda aux: labels
-        )
+        empirical(lambda p: outputs(p, x).sum(), has_aux=False, weights=lambda aux: labels)
 
 
 # ---- How many examples there are
@@ -228,47 +207,42 @@ def with_class_weights(params, batch):
 )
 def test_the_number_of_examples_is_not_the_length_of_the_first_argument(loss_fn, args):
     """google-deepmind/kfac-jax#114: arguments in front of the batch."""
-    with pytest.raises(ValueError, match=r"number the examples .*pass batch_size="):
-        kfac.find_layers(loss_fn, PARAMS, *args)
-    alone = kfac.value_grad_and_curvature(lambda *a: loss_fn(*a)[0], fisher="empirical")
-    with pytest.raises(ValueError, match=r"number the examples .*pass batch_size="):
-        alone(PARAMS, *args)
+    alone = empirical(lambda *a: loss_fn(*a)[0], has_aux=False)
+    for function in (functools.partial(kfac.find_layers, loss_fn), alone):
+        with pytest.raises(ValueError, match=r"number the examples .*pass batch_size="):
+            function(PARAMS, *args)
     assert kfac.find_layers(loss_fn, PARAMS, *args, batch_size=6).coverage == 1.0
     block, curvature = block_of(loss_fn, *args, weights=None)
     assert curvature.num_examples == 6
-    np.testing.assert_allclose(block, hessian(loss_fn, *args), rtol=1e-9, atol=1e-14)
+    close(block, hessian(loss_fn, *args), rtol=1e-9, atol=1e-14)
 
 
 def test_outputs_of_another_number_of_examples_are_refused():
     flat = lambda p, x: (0.0, outputs(p, x).reshape(-1, 4))
-    function = kfac.value_grad_and_curvature(flat, fisher="enumerate", has_aux=True)
     with pytest.raises(ValueError, match=r"of 6 examples, got \(12, 4\)"):
-        function(PARAMS, normal(2, 6, 2, 3))
+        empirical(flat, fisher="enumerate")(PARAMS, normal(2, 6, 2, 3))
 
 
 # ---- Devices whose programs are their own
 
 
 def small(params, x, labels):
-    hidden = jnp.tanh(kfac.tap(kfac.Dense(), params["a"], x, path="a"))
-    gain = kfac.Generic(gained)
-    hidden = kfac.tap(gain, params["n"], hidden, path="n")
-    logits = kfac.tap(kfac.Dense(), params["b"], hidden, path="b")
+    hidden = jnp.tanh(tap(params, x, "a"))
+    gain = kfac.Generic(lambda params, x: jnp.tanh(x * params["scale"]))
+    logits = tap(params, tap(params, hidden, "n", gain), "b")
     same = jnp.ones((len(x), 3))  # an input that all devices share
-    logits = logits + kfac.tap(kfac.Dense(), params["c"], same, path="c")
+    logits = logits + tap(params, same, "c")
     return losses(logits, labels).mean(), logits
 
 
-def gained(params, x):
-    return jnp.tanh(x * params["scale"])
-
-
-SMALL = {
-    "a": {"kernel": normal(1, 3, 4), "bias": normal(2, 4)},
-    "n": {"scale": normal(3, 4)},
-    "b": {"kernel": normal(4, 4, 4)},
-    "c": {"kernel": normal(5, 3, 4)},
-}
+SMALL = random(
+    {
+        "a": {"kernel": (3, 4), "bias": (4,)},
+        "n": {"scale": (4,)},
+        "b": {"kernel": (4, 4)},
+        "c": {"kernel": (3, 4)},
+    }
+)
 
 
 def averaged_over_devices(params, x, labels):
@@ -278,9 +252,7 @@ def averaged_over_devices(params, x, labels):
 
 def step_of(axis_name, fisher="enumerate", loss_fn=small, make=kfac.kfac, **options):
     optimizer = make(1.0, kfac.find_layers(small, SMALL, X, LABELS), **options)
-    function = kfac.value_grad_and_curvature(
-        loss_fn, fisher=fisher, has_aux=True, axis_name=axis_name
-    )
+    function = empirical(loss_fn, fisher=fisher, axis_name=axis_name)
 
     def step(params, x, labels, key=None, refresh=True):
         (loss, _), grads, curvature = function(params, x, labels, key=key, refresh=refresh)
@@ -292,26 +264,16 @@ def step_of(axis_name, fisher="enumerate", loss_fn=small, make=kfac.kfac, **opti
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        dict(make=kfac.cg_fac, tolerance=1e-3),
-    ],
-    ids=["factors", "exact"],
+    "options", [{}, dict(make=kfac.cg_fac, tolerance=1e-3)], ids=["factors", "exact"]
 )
 def test_parts_of_a_batch_take_the_step_of_the_whole(options):
     """google-deepmind/kfac-jax's multi-device mode; a vmap has the collectives of many devices."""
     halves = X.reshape(2, 3, 3), LABELS.reshape(2, 3)
     step = jax.vmap(step_of("data", **options), in_axes=(None, 0, 0), axis_name="data")
-    loss, updates = jax.jit(step)(SMALL, *halves)
-    expected_loss, expected = jax.jit(step_of(None, **options))(SMALL, X, LABELS)
+    found = jax.jit(step)(SMALL, *halves)
+    expected = jax.jit(step_of(None, **options))(SMALL, X, LABELS)
     for device in range(2):
-        np.testing.assert_allclose(loss[device], expected_loss, rtol=1e-12)
-        jax.tree.map(
-            lambda a, b, i=device: np.testing.assert_allclose(a[i], b, rtol=1e-9, atol=1e-13),
-            updates,
-            expected,
-        )
+        close(jax.tree.map(lambda a, i=device: a[i], found), expected, rtol=1e-9, atol=1e-13)
 
 
 @pytest.mark.slow
@@ -332,13 +294,9 @@ def on_one_device(step, **options):
 @pytest.mark.slow
 def test_shard_map_keeps_account_of_what_devices_share():
     """jax.shard_map as it is by default: out_specs=P() is refused unless all devices agree."""
-    found = on_one_device(step_of("data", "mc", step="rms"))(
-        SMALL, X, LABELS, jax.random.key(0), jnp.array(True)
-    )
-    expected = on_one_device(step_of("data", "mc", step="rms"), check_vma=False)(
-        SMALL, X, LABELS, jax.random.key(0), jnp.array(True)
-    )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found, expected)
+    step = step_of("data", "mc", step="rms")
+    args = SMALL, X, LABELS, jax.random.key(0), jnp.array(True)
+    close(on_one_device(step)(*args), on_one_device(step, check_vma=False)(*args), rtol=1e-9)
 
 
 def test_axes_that_are_not_named_are_refused():
@@ -351,30 +309,27 @@ def test_axes_that_are_not_named_are_refused():
 
 TWO_DEVICES = textwrap.dedent(
     """
-    import jax, numpy as np
+    import jax
     jax.config.update("jax_enable_x64", True)
     from jax.sharding import AxisType, PartitionSpec as P
     from tests.field.test_kfac import LABELS, SMALL, X, averaged_over_devices, step_of
+    from tests.kfac.reference import close
 
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     options = dict(step="clip", kl_clip=None)  # whose length is that of the gradient
-    loss, expected = jax.jit(step_of(None, **options))(SMALL, X, LABELS)
-
-    def near(found):
-        np.testing.assert_allclose(found[0], loss, rtol=1e-12)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-13), found[1], expected)
+    expected = jax.jit(step_of(None, **options))(SMALL, X, LABELS)
+    near = lambda found: close(found, expected, rtol=1e-9, atol=1e-13)
 
     step = step_of("data", **options)
     specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P()}
     for own in (step, step_of("data", loss_fn=averaged_over_devices, **options)):
         for check in (True, False):
             near(jax.jit(jax.shard_map(own, mesh=mesh, check_vma=check, **specs))(SMALL, X, LABELS))
-    found = jax.pmap(step, axis_name="data", in_axes=(None, 0, 0))(
-        SMALL, X.reshape(2, 3, 3), LABELS.reshape(2, 3)
-    )
+    halves = X.reshape(2, 3, 3), LABELS.reshape(2, 3)
+    found = jax.pmap(step, axis_name="data", in_axes=(None, 0, 0))(SMALL, *halves)
     for device in range(2):
         near(jax.tree.map(lambda a: a[device], found))
-    """  # noqa: E501 - a program of its own
+    """
 )
 
 

@@ -3,6 +3,8 @@
 The truth is each example's own gradient, in float64, by JAX on the function without taps.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +13,15 @@ from flax import linen as nn
 from flax import nnx
 
 import kfac
-from kfac.solve import _systems as systems
-from tests.kfac.reference import F64, check_exact_blocks, cross_entropy, flatten, normal
+from tests.kfac.reference import (
+    F64,
+    check_exact_blocks,
+    close,
+    cross_entropy,
+    empirical,
+    normal,
+    system_of,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -36,15 +45,16 @@ def frozen_backbone(params, x, labels):
     return cross_entropy(apply(params, jnp.tanh(apply(FROZEN, x))), labels)
 
 
-def teacher_parameters(params, x, labels):
-    loss, logits = cross_entropy(apply(params, x), labels)
-    teacher = apply(jax.lax.stop_gradient(params), 3 * x)
-    return loss + ((logits - teacher) ** 2).mean(), logits
+def with_teacher(teacher):
+    def loss_fn(params, x, labels):
+        loss, logits = cross_entropy(apply(params, x), labels)
+        return loss + ((logits - teacher(params, 3 * x)) ** 2).mean(), logits
+
+    return loss_fn
 
 
-def teacher_outputs(params, x, labels):
-    loss, logits = cross_entropy(apply(params, x), labels)
-    return loss + ((logits - jax.lax.stop_gradient(apply(params, 3 * x))) ** 2).mean(), logits
+teacher_parameters = with_teacher(lambda params, x: apply(jax.lax.stop_gradient(params), x))
+teacher_outputs = with_teacher(lambda params, x: jax.lax.stop_gradient(apply(params, x)))
 
 
 @pytest.mark.cases(1)
@@ -60,66 +70,59 @@ def test_a_twin_of_the_same_name_is_no_second_use(loss_fn):
 
 @pytest.mark.slow
 def test_a_teacher_adds_nothing_to_the_factor_of_inputs():
-    function = kfac.value_grad_and_curvature(teacher_outputs, fisher="empirical", has_aux=True)
-    _, _, curvature = function(PARAMS, X, LABELS)
-    (block,) = curvature.layers.blocks.values()
-    form = "factors"
-    left, _ = systems.new_factors(block, curvature, systems.lanes_of(block, flatten(PARAMS)), form)
+    *_, curvature = empirical(teacher_outputs)(PARAMS, X, LABELS)
+    left, _ = system_of("Dense_0", "factors", curvature, PARAMS).state
     x = np.concatenate([X, np.ones((4, 1))], axis=1)
-    np.testing.assert_allclose(left[0], x.T @ x / 4, rtol=1e-12)
+    close(left[0, :4, :4], x.T @ x / 4, rtol=1e-12)
 
 
-def weight_norm():
-    return nn.WeightNorm(nn.Dense(3, **F64))
+def linen(model, x=X):
+    variables = model.init(jax.random.key(0), x)
+    state = {name: v for name, v in variables.items() if name != "params"}
+    return lambda p, x: model.apply({"params": p, **state}, x), variables["params"]
 
 
-def spectral_norm():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.SpectralNorm(nn.Dense(3, **F64))(x, update_stats=False)
-
-    return Model()
+class Spectral(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.SpectralNorm(nn.Dense(3, **F64))(x, update_stats=False)
 
 
 def mapped_variables():
-    doubled = nn.map_variables(
-        nn.Dense, "params", lambda v: jax.tree.map(lambda p: 2 * p, v), init=True
+    twice = lambda v: jax.tree.map(lambda p: 2 * p, v)
+    return nn.map_variables(nn.Dense, "params", twice, init=True)(3, **F64)
+
+
+def nnx_weight_norm():
+    layer = nnx.Linear(3, 3, **F64, rngs=nnx.Rngs(0))
+    graphdef, state, rest = nnx.split(
+        nnx.WeightNorm(layer, **F64, rngs=nnx.Rngs(0)), nnx.Param, ...
     )
-    return doubled(3, **F64)
+    return lambda p, x: nnx.merge(graphdef, p, rest)(x), nnx.to_pure_dict(state)
 
 
-# google/flax#3351, google/flax#3400
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("make", [weight_norm, spectral_norm, mapped_variables])
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: linen(nn.WeightNorm(nn.Dense(3, **F64))),
+        lambda: linen(Spectral()),
+        lambda: linen(mapped_variables()),
+        nnx_weight_norm,
+    ],
+)
 def test_a_derived_kernel_is_not_the_parameter(make):
-    model = make()
-    variables = model.init(jax.random.key(0), X)
-    state = {name: v for name, v in variables.items() if name != "params"}
-
-    def loss_fn(params, x, labels):
-        return cross_entropy(model.apply({"params": params, **state}, x), labels)
-
-    layers = kfac.find_layers(loss_fn, variables["params"], X, LABELS)
+    """google/flax#3351, google/flax#3400 and google/flax#4426."""
+    apply, params = make()
+    layers = kfac.find_layers(lambda p, x, y: cross_entropy(apply(p, x), y), params, X, LABELS)
     assert not layers.blocks
     assert "computed inside the loss" in str(layers)
     assert "no layer met" not in str(layers)
 
 
-# google/flax#4426
-def test_a_derived_kernel_of_nnx_is_not_the_parameter():
-    model = nnx.WeightNorm(nnx.Linear(3, 3, **F64, rngs=nnx.Rngs(0)), **F64, rngs=nnx.Rngs(0))
-    graphdef, state, rest = nnx.split(model, nnx.Param, ...)
-    loss_fn = lambda p, x, y: cross_entropy(nnx.merge(graphdef, p, rest)(x), y)
-    layers = kfac.find_layers(loss_fn, nnx.to_pure_dict(state), X, LABELS)
-    assert not layers.blocks
-    assert "computed inside the loss" in str(layers)
-
-
 class Two(nnx.Module):
     def __init__(self):
-        self.first = nnx.Linear(3, 3, **F64, rngs=nnx.Rngs(0))
-        self.second = nnx.Linear(3, 3, **F64, rngs=nnx.Rngs(1))
+        self.first, self.second = (nnx.Linear(3, 3, **F64, rngs=nnx.Rngs(i)) for i in range(2))
 
     def __call__(self, x):
         return self.second(jnp.tanh(self.first(x)))
@@ -130,14 +133,16 @@ with jax.enable_x64(True):
     TWO = nnx.to_pure_dict(STATE)
 
 
+def cast(params):
+    return jax.tree.map(lambda p: p.astype(jnp.float32).astype(jnp.float64), params)
+
+
 def cast_linen(params, x, labels):
-    narrow = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-    return cross_entropy(apply(jax.tree.map(lambda p: p.astype(jnp.float64), narrow), x), labels)
+    return cross_entropy(apply(cast(params), x), labels)
 
 
 def cast_nnx(params, x, labels):
-    narrow = jax.tree.map(lambda p: p.astype(jnp.float32).astype(jnp.float64), params)
-    return cross_entropy(nnx.merge(GRAPHDEF, narrow)(x), labels)
+    return cross_entropy(nnx.merge(GRAPHDEF, cast(params))(x), labels)
 
 
 def updated_nnx(params, x, labels):
@@ -150,74 +155,61 @@ def updated_nnx(params, x, labels):
 @pytest.mark.parametrize(
     ("loss_fn", "params", "blocks"),
     [
-        (cast_linen, PARAMS, ["Dense_0"]),
-        (cast_nnx, TWO, ["first", "second"]),
-        (updated_nnx, TWO, ["first", "second"]),
+        (cast_linen, PARAMS, {"Dense_0": 1}),
+        (cast_nnx, TWO, {"first": 1, "second": 1}),
+        (updated_nnx, TWO, {"first": 1, "second": 1}),
     ],
 )
 def test_casts_are_no_other_parameters(loss_fn, params, blocks):
-    layers = check_exact_blocks(
-        loss_fn, params, X, LABELS, blocks=dict.fromkeys(blocks, 1), rtol=1e-6
-    )
+    layers = check_exact_blocks(loss_fn, params, X, LABELS, blocks=blocks, rtol=1e-6)
     assert layers.coverage == 1.0
 
 
 def test_modules_of_one_tree_applied_apart():
     params = {"encoder": PARAMS, "decoder": FROZEN}
-    loss_fn = lambda p, x, y: cross_entropy(
-        apply(p["decoder"], jnp.tanh(apply(p["encoder"], x))), y
-    )
+
+    def loss_fn(p, x, y, apply=apply):
+        return cross_entropy(apply(p["decoder"], jnp.tanh(apply(p["encoder"], x))), y)
+
     blocks = {"encoder/Dense_0": 1, "decoder/Dense_0": 1}
     check_exact_blocks(loss_fn, params, X, LABELS, blocks=blocks)
     variables = {name: {"params": p} for name, p in params.items()}
-    loss_fn = lambda v, x, y: cross_entropy(
-        Net().apply(v["decoder"], jnp.tanh(Net().apply(v["encoder"], x))), y
-    )
-    assert kfac.find_layers(loss_fn, variables, X, LABELS).coverage == 1.0
+    loss_of_variables = functools.partial(loss_fn, apply=Net().apply)
+    assert kfac.find_layers(loss_of_variables, variables, X, LABELS).coverage == 1.0
 
 
-def test_a_layer_inside_a_kept_function_that_is_used_twice_is_refused():
-    layer = jax.jit(lambda p, x: jnp.tanh(apply(p, x)))
-    loss_fn = lambda p, x, y: cross_entropy(layer(p, layer(p, x)), y)
-    layers = kfac.find_layers(loss_fn, PARAMS, X, LABELS)
-    assert not layers.blocks
-    assert "is used 2 times" in str(layers)
-    twice = jax.checkpoint(layer)
-    loss_fn = lambda p, x, y: cross_entropy(twice(p, twice(p, x)), y)
-    assert not kfac.find_layers(loss_fn, PARAMS, X, LABELS).blocks
+LAYER = jax.jit(lambda p, x: jnp.tanh(apply(p, x)))
+REMAT = jax.checkpoint(LAYER)
 
 
 @pytest.mark.parametrize(
-    "loop",
+    ("twice", "reason"),
     [
-        lambda f, x: jax.lax.map(f, x),
-        lambda f, x: jax.lax.fori_loop(0, 2, lambda _, x: f(x), x),
+        (lambda p, x: LAYER(p, LAYER(p, x)), "is used 2 times"),
+        (lambda p, x: REMAT(p, REMAT(p, x)), "is used 2 times"),
+        (lambda p, x: jax.lax.map(lambda x: apply(p, x), x), "use kfac.scan"),
+        (lambda p, x: jax.lax.fori_loop(0, 2, lambda _, x: apply(p, x), x), "use kfac.scan"),
     ],
-    ids=["map", "fori_loop"],
+    ids=["jit", "checkpoint", "map", "fori_loop"],
 )
-def test_a_layer_in_a_loop_that_is_not_seen_is_refused(loop):
-    loss_fn = lambda p, x, y: cross_entropy(loop(lambda x: jnp.tanh(apply(p, x)), x), y)
+def test_a_layer_in_a_function_that_is_kept_or_a_loop_that_is_not_seen_is_refused(twice, reason):
+    loss_fn = lambda p, x, y: cross_entropy(twice(p, x), y)
     layers = kfac.find_layers(loss_fn, PARAMS, X, LABELS)
     assert not layers.blocks
-    assert "use kfac.scan" in str(layers)
+    assert reason in str(layers)
 
 
 def test_stacks_of_equal_sizes_are_not_mixed_up():
-    def loss_fn(params, x, labels):
-        def body(x, stack):
-            layer = lambda w: jnp.tanh(kfac.tap(kfac.Dense(), {"kernel": w}, x, path=PATH))
-            return jax.vmap(layer)(stack).sum(0), None
+    layer = lambda w, x: kfac.tap(kfac.Dense(), {"kernel": w}, x, path={"kernel": "stack"})
 
+    def loss_fn(params, x, labels):
+        body = lambda x, stack: (jax.vmap(lambda w: jnp.tanh(layer(w, x)))(stack).sum(0), None)
         stack = jnp.swapaxes(params["stack"], 0, 1)  # the scan is over axis 1
         return cross_entropy(jax.lax.scan(body, x, stack)[0], labels)
 
     params = {"stack": normal(6, 2, 2, 3, 3)}
-    layers = check_exact_blocks(loss_fn, params, X, LABELS)
-    (block,) = layers.blocks.values()
+    (block,) = check_exact_blocks(loss_fn, params, X, LABELS).blocks.values()
     assert (block.lanes, block.params[0].stack_axes) == (4, (1, 0))
-
-
-PATH = {"kernel": "stack"}
 
 
 def test_a_use_that_is_not_captured_takes_the_other_with_it():
@@ -234,14 +226,10 @@ def test_a_use_that_is_not_captured_takes_the_other_with_it():
 
 
 def recurrent(cell):
-    cell = cell(3, 3, **F64, rngs=nnx.Rngs(0))
-    graphdef, state, rest = nnx.split(nnx.RNN(cell, rngs=nnx.Rngs(2)), nnx.Param, ...)
+    network = nnx.RNN(cell(3, 3, **F64, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(2))
+    graphdef, state, rest = nnx.split(network, nnx.Param, ...)
     rest = nnx.as_pure(rest)
-
-    def loss_fn(params, x, labels):
-        return cross_entropy(nnx.merge(graphdef, params, rest)(x)[:, -1], labels)
-
-    return loss_fn, nnx.to_pure_dict(state)
+    return lambda params, x: nnx.merge(graphdef, params, rest)(x), nnx.to_pure_dict(state)
 
 
 def overridden(base):
@@ -254,51 +242,43 @@ def overridden(base):
     return Doubled
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(
-    ("linen_layer", "nnx_layer"),
-    [
-        (
-            lambda: overridden(nn.Dense)(3, **F64),
-            lambda: overridden(nnx.Linear)(3, 3, **F64, rngs=nnx.Rngs(0)),
-        ),
-        (
-            lambda: nn.remat(overridden(nn.Dense))(3, **F64),
-            lambda: overridden(overridden(nnx.Linear))(3, 3, **F64, rngs=nnx.Rngs(0)),
-        ),
-        (
-            lambda: overridden(nn.Conv)(3, (2,), **F64),
-            lambda: overridden(nnx.Conv)(3, 3, (2,), **F64, rngs=nnx.Rngs(0)),
-        ),
-        (
-            lambda: overridden(nn.LayerNorm)(**F64),
-            lambda: overridden(nnx.LayerNorm)(3, **F64, rngs=nnx.Rngs(0)),
-        ),
-    ],
-    ids=["dense", "dense, twice", "convolution", "norm"],
-)
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
-def test_a_call_through_super_counts_once(framework, linen_layer, nnx_layer):
-    x = normal(5, 4, 2, 3)
-    if framework == "linen":
-        module = linen_layer()
+LAYERS = {
+    "dense": (nn.Dense, nnx.Linear, (3,), {}),
+    "convolution": (nn.Conv, nnx.Conv, (3,), {"kernel_size": (2,)}),
+    "norm": (nn.LayerNorm, nnx.LayerNorm, (), {}),
+}
+
+
+def report_of(module, x):
+    """``kfac.verify`` of a module's outputs, averaged over positions."""
+    if isinstance(module, nn.Module):
         params, apply = module.init(jax.random.key(0), x), module.apply
     else:
-        graphdef, state = nnx.split(nnx_layer())
+        graphdef, state = nnx.split(module)
         params, apply = nnx.to_pure_dict(state), lambda p, x: nnx.merge(graphdef, p)(x)
+    return kfac.verify(lambda p, x: cross_entropy(apply(p, x).sum(1), LABELS)[0], params, x)
 
-    def loss_fn(params, x):
-        return cross_entropy(apply(params, x).sum(1), LABELS)[0]
 
-    report = kfac.verify(loss_fn, params, x)
+def made_of_nnx(base, outputs, options):
+    return base(3, *outputs, **options, **F64, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize(
+    ("name", "twice"), [("dense", False), ("convolution", False), ("norm", False), ("dense", True)]
+)
+def test_a_call_through_super_counts_once(framework, name, twice):
+    of_linen, of_nnx, outputs, options = LAYERS[name]
+    if framework == "linen":
+        base = overridden(of_linen)
+        module = (nn.remat(base) if twice else base)(*outputs, **options, **F64)
+    else:
+        base = overridden(of_nnx)
+        module = made_of_nnx(overridden(base) if twice else base, outputs, options)
+    report = report_of(module, normal(5, 4, 2, 3))
     assert report.layers.coverage == 1.0
     assert max(max(row.capture_error, row.product_error) for row in report.rows) < 1e-12
-
-
-def recurrent_linen(cell):
-    network = nn.RNN(cell(3, **F64))
-    loss_fn = lambda params, x, labels: cross_entropy(network.apply(params, x)[:, -1], labels)
-    return loss_fn, network.init(jax.random.key(0), normal(5, 4, 2, 3))
 
 
 class Gained:
@@ -309,18 +289,12 @@ class Gained:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("base", "sizes"), [(nnx.Linear, (3, 3)), (nnx.Conv, (3, 3, (2,))), (nnx.LayerNorm, (3,))]
-)
-def test_parameters_of_a_subclass_are_not_its_parents(base, sizes):
-    module = type("Own", (Gained, base), {})(*sizes, **F64, rngs=nnx.Rngs(0))
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_parameters_of_a_subclass_are_not_its_parents(name):
+    _, base, outputs, options = LAYERS[name]
+    module = made_of_nnx(type("Own", (Gained, base), {}), outputs, options)
     module.gain = nnx.Param(normal(6, 3))
-    graphdef, state = nnx.split(module)
-
-    def loss_fn(params, x):
-        return cross_entropy(nnx.merge(graphdef, params)(x).sum(1), LABELS)[0]
-
-    report = kfac.verify(loss_fn, nnx.to_pure_dict(state), normal(5, 4, 2, 3))
+    report = report_of(module, normal(5, 4, 2, 3))
     assert [row.capture_error < 1e-12 for row in report.rows] == [True]
     assert 0 < report.layers.coverage < 1
     assert "gain" in report.layers.reasons or "gain" in str(report.layers)
@@ -329,17 +303,18 @@ def test_parameters_of_a_subclass_are_not_its_parents(base, sizes):
 # google-deepmind/kfac-jax#188
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "cell"),
+    "make",
     [
-        (recurrent, nnx.GRUCell),
-        (recurrent, nnx.OptimizedLSTMCell),
-        (recurrent_linen, nn.GRUCell),
-        (recurrent_linen, nn.LSTMCell),
+        lambda x: recurrent(nnx.GRUCell),
+        lambda x: recurrent(nnx.OptimizedLSTMCell),
+        lambda x: linen(nn.RNN(nn.GRUCell(3, **F64)), x),
+        lambda x: linen(nn.RNN(nn.LSTMCell(3, **F64)), x),
     ],
 )
-def test_recurrent_cells(make, cell):
-    loss_fn, params = make(cell)
+def test_recurrent_cells(make):
     x = normal(5, 4, 2, 3)
+    apply, params = make(x)
+    loss_fn = lambda params, x, labels: cross_entropy(apply(params, x)[:, -1], labels)
     layers = check_exact_blocks(loss_fn, params, x, LABELS)
     assert layers.coverage == 1.0
     assert {use.num_tokens for b in layers.blocks.values() for use in b.uses} == {2}
@@ -347,8 +322,8 @@ def test_recurrent_cells(make, cell):
 
 class Adapted(nnx.Module):
     def __init__(self):
-        self.fc = nnx.LoRALinear(3, 3, lora_rank=2, **F64, lora_param_dtype=jnp.float64,
-                                 rngs=nnx.Rngs(0))  # fmt: skip
+        options = dict(lora_rank=2, lora_param_dtype=jnp.float64, **F64, rngs=nnx.Rngs(0))
+        self.fc = nnx.LoRALinear(3, 3, **options)
         base = nnx.Linear(3, 3, **F64, rngs=nnx.Rngs(1))
         self.head = nnx.LoRA(3, 2, 3, base_module=base, **F64, rngs=nnx.Rngs(2))
 

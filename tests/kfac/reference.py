@@ -33,16 +33,50 @@ def attention_in_float64(query, key, value, **unused):
     return jnp.einsum("...hqk,...khd->...qhd", weights, value)
 
 
+DENSE = kfac.Dense()
+
+
+def tap(params, x, name, layer=DENSE):
+    """A tapped layer whose parameters stand under its name."""
+    return kfac.tap(layer, params[name], x, path=name)
+
+
+def empirical(loss_fn, **options):
+    """``value_grad_and_curvature`` with aux, of the empirical Fisher matrix by default."""
+    options = {"fisher": "empirical", "has_aux": True} | options
+    return kfac.value_grad_and_curvature(loss_fn, **options)
+
+
 def close(found, expected, rtol=1e-7, atol=0.0):
     """Asserts that the arrays of two trees are near each other."""
     equal = functools.partial(np.testing.assert_allclose, rtol=rtol, atol=atol)
     jax.tree.map(equal, found, expected)
 
 
+def random(shapes):
+    """Normal numbers for a tree of shapes, each leaf with a seed of its own."""
+    leaves, treedef = jax.tree.flatten(shapes, is_leaf=lambda s: isinstance(s, tuple))
+    return jax.tree.unflatten(treedef, [normal(i, *shape) for i, shape in enumerate(leaves)])
+
+
+def losses(logits, labels):
+    """Cross-entropies."""
+    log_probabilities = jax.nn.log_softmax(logits)
+    return -jnp.take_along_axis(log_probabilities, labels[..., None], axis=-1)[..., 0]
+
+
 def cross_entropy(logits, labels):
     """Mean cross-entropy, and the logits as aux."""
-    log_probabilities = jax.nn.log_softmax(logits)
-    return -jnp.take_along_axis(log_probabilities, labels[..., None], axis=-1).mean(), logits
+    return losses(logits, labels).mean(), logits
+
+
+def dense_loss(params, x, labels, layer=DENSE):
+    """Two layers on tokens, averaged."""
+    x = jnp.tanh(tap(params, x, "a", layer))
+    return cross_entropy(tap(params, x, "b").mean(1), labels)
+
+
+DENSE_SHAPES = {"a": {"kernel": (3, 4), "bias": (4,)}, "b": {"kernel": (4, 3)}}
 
 
 def per_example_gradients(loss_fn, params, x, y):
@@ -74,30 +108,18 @@ def system_of(name, form, curvature, params):
     return system
 
 
-def matrices(loss_fn, params, x, y, requests, *, key=None, **options):
-    """The dense matrices of requested blocks, compiled together.
+def matrices(requests, loss_fn, params, *args, key=None, **options):
+    """The dense matrices (lane, size, size) of pairs of block name and form, in the order of
+    ``block.params``, compiled together; and the curvature."""
+    function = empirical(loss_fn, **options)
 
-    Args:
-      loss_fn: ``(params, x, y) → (loss, aux)``.
-      requests: pairs of block name and form.
-      key, **options: of ``value_grad_and_curvature``, which is given ``fisher="empirical"`` by
-        default.
+    @jax.jit
+    def compute(params, *args):
+        *_, curvature = function(params, *args, key=key)
+        systems = [system_of(name, form, curvature, params) for name, form in requests]
+        return [matrix_of(system) for system in systems], curvature
 
-    Returns:
-      The matrices (lane, size, size) in the order of the requests, in the order of
-      ``block.params``; and the curvature.
-    """
-    function = kfac.value_grad_and_curvature(
-        loss_fn, has_aux=True, **{"fisher": "empirical", **options}
-    )
-
-    def compute(params, x, y):
-        curvature = function(params, x, y, key=key)[2]
-        return [
-            matrix_of(system_of(name, form, curvature, params)) for name, form in requests
-        ], curvature
-
-    found, curvature = jax.jit(compute)(params, x, y)
+    found, curvature = compute(params, *args)
     return [np.asarray(m) for m in found], curvature
 
 
@@ -116,51 +138,34 @@ def dense_matrix(matvec, like):
     return jnp.moveaxis(jax.lax.map(column, jnp.eye(flat.shape[1], dtype=flat.dtype)), 0, 2)
 
 
-def check_exact_blocks(
-    loss_fn, params, x, y, *, rtol=1e-11, blocks=None, traces=False, grad_rtol=1e-12
-):
+def check_exact_blocks(loss_fn, params, x, y, *, rtol=1e-11, blocks=None):
     """Asserts that taps leave the gradient alone and that every block's exact product is the dense
-    Fisher block.
+    Fisher block of a mean over examples that act independently, and so its trace; that these are
+    the blocks, with so many lanes each, where they are given; returns the layers."""
 
-    Args:
-      loss_fn: ``(params, x, y) → (loss, aux)``, a mean over examples that act independently.
-      blocks: name → lanes of the blocks that must have been found, or None.
-      traces: compare the traces too.
-      grad_rtol: XLA may order sums differently with and without taps.
-
-    Returns:
-      The layers.
-    """
-    found = {}
-
-    def everything(params, x, y):
-        (loss, _), grads, curvature = kfac.value_grad_and_curvature(
-            loss_fn, fisher="empirical", has_aux=True
-        )(params, x, y)
-        found["layers"] = curvature.layers
+    @jax.jit
+    def compute(params, x, y):
+        (loss, _), grads, curvature = empirical(loss_fn)(params, x, y)
         gradients = per_example_gradients(loss_fn, params, x, y)
-        pairs = {}
+        found = {}
         for name, block in curvature.layers.blocks.items():
-            (system,) = systems.build(curvature, flatten(params), {name: "exact"})
-            trace = system.trace(jax.random.key(0)) if traces else None
-            pairs[name] = (matrix_of(system), dense_fisher(block, gradients), trace)
-        return loss, grads, pairs
+            system = system_of(name, "exact", curvature, params)
+            trace = system.trace(jax.random.key(0))
+            found[name] = matrix_of(system), trace, dense_fisher(block, gradients)
+        return (loss, grads), curvature, found
 
-    loss, grads, pairs = jax.jit(everything)(params, x, y)
-    expected_loss, expected = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, x, y)[0]))(params)
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-14)
-    equal = functools.partial(np.testing.assert_allclose, rtol=grad_rtol, atol=0)
-    jax.tree.map(equal, grads, expected)
-    layers = found["layers"]
+    values, curvature, found = compute(params, x, y)
+    expected = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, x, y)[0]))(params)
+    close(values, expected, rtol=1e-12)  # XLA may order sums differently with and without taps
+    layers = curvature.layers
     if blocks is not None:
         assert {name: block.lanes for name, block in layers.blocks.items()} == blocks
-    assert pairs
-    for name, (product, dense, trace) in pairs.items():
+    assert found
+    for name, (product, trace, dense) in found.items():
         scale = np.abs(dense).max()
         assert scale > 0, f"{name} has no curvature to compare"
         np.testing.assert_allclose(product, dense, rtol=0, atol=rtol * scale, err_msg=name)
-        if traces:
-            np.testing.assert_allclose(
-                trace, np.trace(dense, axis1=1, axis2=2), rtol=10 * rtol, err_msg=name
-            )
+        np.testing.assert_allclose(
+            trace, np.trace(dense, axis1=1, axis2=2), rtol=10 * rtol, err_msg=name
+        )
     return layers

@@ -17,6 +17,7 @@ from kfac.solve._inverses import (
     _root_by_cholesky,
     _root_by_kernel,
 )
+from tests.kfac.reference import close
 from tests.ops.cuda_on_host import COMPILER, run_on_host
 
 
@@ -50,7 +51,7 @@ def test_the_kernel_gives_the_inverse_of_the_lower_root(on_host, rows):
     roots = _root_by_kernel(jnp.asarray(matrices, jnp.float32))
     exact = np.linalg.inv(np.linalg.cholesky(matrices))
     assert not np.triu(roots, 1).any()
-    np.testing.assert_allclose(roots, exact, atol=1e-4 * abs(exact).max())
+    close(roots, exact, atol=1e-4 * abs(exact).max())
 
 
 @pytest.mark.slow
@@ -83,7 +84,7 @@ def test_it_has_the_derivative_of_the_library(on_host):
         jax.jvp(root_of, (matrix[None],), (tangent[None],))
         for root_of in (_root_by_kernel, _root_by_cholesky)
     )
-    np.testing.assert_allclose(by_rule, by_library, atol=1e-3 * abs(by_library).max())
+    close(by_rule, by_library, atol=1e-3 * abs(by_library).max())
 
 
 def test_it_is_in_programs_for_nvidia_gpus_alone_and_in_float32_alone():

@@ -4,36 +4,20 @@ import jax.numpy as jnp
 import pytest
 
 import kfac
-from tests.kfac.reference import cross_entropy, normal
+from tests.kfac.reference import DENSE_SHAPES, dense_loss, normal, random, tap
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-def network(params, x, labels):
-    x = jnp.tanh(kfac.tap(kfac.Dense(), params["a"], x, path="a"))
-    return cross_entropy(kfac.tap(kfac.Dense(), params["b"], x, path="b").mean(1), labels)
-
-
 def with_a_hidden_use(params, x, labels):
-    loss, logits = network(params, x, labels)
+    loss, logits = dense_loss(params, x, labels)
     return loss + (params["b"]["kernel"] ** 2).sum(), logits
 
 
-SHAPES = {"a": {"kernel": (3, 4), "bias": (4,)}, "b": {"kernel": (4, 3)}}
-
-
-def make():
-    params = {
-        k: {n: normal(i, *s) for n, s in layer.items()}
-        for i, (k, layer) in enumerate(SHAPES.items())
-    }
-    return params, normal(3, 5, 2, 3), jnp.arange(5) % 3
-
-
 def test_a_sound_model_passes_and_a_missed_use_shows():
-    params, x, labels = make()
-    report = kfac.verify(network, params, x, labels, has_aux=True)
-    missed = kfac.verify(with_a_hidden_use, params, x, labels, has_aux=True)
+    args = random(DENSE_SHAPES), normal(3, 5, 2, 3), jnp.arange(5) % 3
+    report = kfac.verify(dense_loss, *args, has_aux=True)
+    missed = kfac.verify(with_a_hidden_use, *args, has_aux=True)
     for row in report.rows:
         assert max(row.capture_error, row.product_error) < 1e-12
         assert row.cg_error < 1e-6
@@ -65,13 +49,8 @@ def test_examples_that_the_factors_can_spare(tokens, interval, num_examples, exp
     params = {"fc": {"kernel": jnp.ones((8, 32))}, "head": {"kernel": jnp.ones((32, 100))}}
 
     def loss_fn(p, x):
-        hidden = (
-            kfac.tap(kfac.Dense(), p["fc"], x, path="fc")
-            if tokens
-            else x[:, None] @ p["fc"]["kernel"]
-        )
-        return (kfac.tap(kfac.Dense(), p["head"], hidden.mean(1), path="head") ** 2).mean()
+        hidden = tap(p, x, "fc") if tokens else x[:, None] @ p["fc"]["kernel"]
+        return (tap(p, hidden.mean(1), "head") ** 2).mean()
 
-    x = jnp.ones((64, tokens, 8) if tokens else (64, 8))
-    layers = kfac.find_layers(loss_fn, params, x)
+    layers = kfac.find_layers(loss_fn, params, jnp.ones((64, tokens, 8) if tokens else (64, 8)))
     assert kfac.curvature_stride(layers, num_examples, interval) == expected
