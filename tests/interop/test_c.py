@@ -1,4 +1,5 @@
-"""A network in few bits as C99, compiled strictly and run: JAX's classes, float64's logits."""
+"""A network in few bits as C99, compiled strictly and run: JAX's sums and classes, float64's
+logits."""
 
 import shutil
 import subprocess
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.special
 
-from adder_flax import interop, quantized
+from adder_flax import interop, ops, quantized
 from tests.quantized.test_model import transformer
 
 COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
@@ -133,6 +134,33 @@ def test_it_computes_the_formulas_and_classifies_as_jax_does(options, tmp_path):
     # A number in the middle of two bytes, to float32's rounding, may become the other in JAX.
     assert np.mean(difference < 1e-5) > 0.8
     assert difference.max() < 0.02
+
+
+def test_its_sums_are_those_of_jax(tmp_path):
+    """10,000 rows and columns of bytes, by the function that the network is made of."""
+    write(tmp_path)
+    source = (tmp_path / "model.c").read_text().replace("int main(", "int classify_main(")
+    harness = """
+int main(void)
+{
+    static uint8_t a[100 * 37], b[100 * 37];
+    if (!fread(a, sizeof a, 1, stdin) || !fread(b, sizeof b, 1, stdin))
+        return classify_main(0, NULL);
+    for (int i = 0; i < 100; i++)
+        for (int j = 0; j < 100; j++)
+            printf("%u\\n", (unsigned)distance(a + 37 * i, b + 37 * j, 37));
+    return 0;
+}
+"""
+    (tmp_path / "model.c").write_text(source + harness)
+    build(tmp_path)
+    a, b = np.random.default_rng(1).integers(0, 256, (2, 100, 37), np.uint8)
+    done = subprocess.run(
+        [tmp_path / "classify"], input=a.tobytes() + b.tobytes(), capture_output=True
+    )
+    got = np.array(done.stdout.split(), np.int64).reshape(100, 100)
+    np.testing.assert_array_equal(got, ops.sad_scores(a, b))
+    np.testing.assert_array_equal(got, np.abs(a[:, None].astype(int) - b.astype(int)).sum(-1))
 
 
 def test_damaged_weights_and_half_an_image_are_one_message(tmp_path):
