@@ -66,12 +66,15 @@ def kfac(
     ...     y = kfac.tap(kfac.Dense(), params, x, path="")
     ...     return 0.5 * ((y - x[:, :2]) ** 2).sum(-1).mean()
     >>> optimizer = kfac.kfac(0.1, kfac.find_layers(loss_fn, params, x))
-    >>> function = jax.jit(kfac.value_grad_and_curvature(loss_fn, fisher="empirical"))
-    >>> state = optimizer.init(params)
-    >>> for _ in range(9):
+    >>> function = kfac.value_grad_and_curvature(loss_fn, fisher="empirical")
+    >>> @jax.jit
+    ... def step(params, state):
     ...     loss, grads, curvature = function(params, x)
     ...     updates, state = optimizer.update(grads, state, params, curvature=curvature)
-    ...     params = optax.apply_updates(params, updates)
+    ...     return optax.apply_updates(params, updates), state, loss
+    >>> state = optimizer.init(params)
+    >>> for _ in range(9):
+    ...     params, state, loss = step(params, state)
     >>> bool(loss < 0.5)
     True
     """
