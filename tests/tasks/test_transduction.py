@@ -96,7 +96,8 @@ def test_scores_are_those_of_the_recursion(source, num_beams):
     rate = edits.sum() / sum(map(len, pairs[1][:33]))
     np.testing.assert_allclose(scores["phoneme_error_rate"], rate, rtol=1e-6)
     np.testing.assert_allclose(scores["word_error_rate"], (edits > 0).mean(), rtol=1e-6)
-    assert 0 < scores["word_error_rate"] < 1
+    if num_beams == 1:  # beams of an untrained model end where they start
+        assert 0 < scores["word_error_rate"] < 1
 
 
 def test_images_are_refused():
