@@ -33,12 +33,14 @@ from adder_flax.errors import first_line
 
 def enable_compilation_cache() -> None:
     """Keeps compiled programs in the user's cache folder, unless JAX was told another place."""
-    if not jax.config.values["jax_compilation_cache_dir"]:
+    given = jax.config.values["jax_compilation_cache_dir"] or ""
+    if not given:
         # JAX does not tell processors apart.
         machine = hashlib.sha256(own_cache.processor().encode()).hexdigest()[:16]
         jax.config.update("jax_compilation_cache_dir", str(own_cache.folder() / "jax" / machine))
-    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        # Parameters are drawn by dozens of programs that compile in a tenth of a second each.
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ and "://" not in given:
+        # Parameters are drawn by dozens of programs that compile in a tenth of a second each; from
+        # a bucket, each would take longer than that.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 

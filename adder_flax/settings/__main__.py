@@ -3,10 +3,9 @@
 With ``--json-schema`` it is the JSON schema of a run's configuration, for editors and other tools.
 """
 
-import collections
+import itertools
 import json
 import sys
-from collections.abc import Iterator
 
 from adder_flax.settings import RunSettings, declarations, json_schema, shown
 
@@ -24,29 +23,20 @@ computed or written: whatever is outside its range, missing, unknown or in contr
 
 def page() -> str:
     """Returns the page as Markdown: a table for each section."""
-    return "\n".join([_HEAD, *_tables()])
-
-
-def _tables() -> Iterator[str]:
-    sections = collections.defaultdict(list)
+    tables: dict[str, list[str]] = {}
     for path, declared in declarations(RunSettings):
-        sections[path.rpartition(".")[0]].append((path, declared))
-    for name, fields in sections.items():
-        yield f"\n## {name or 'The run'}\n"
-        yield "| field | what it is | default | expected | |\n|---|---|---|---|---|"
-        for path, declared in fields:
-            default, kind = f"`{shown(declared.default)}`", "data" if declared.data else ""
-            reason = declared.reason
-            if declared.only is not None:
-                other, readers = declared.only
-                reason += f"; with {other} {' or '.join(readers)} only"
-            yield _row(f"`{path}`", reason, default, declared.expected, kind)
-
-
-def _row(*cells: str) -> str:
-    return (
-        f"| {' | '.join(cell.replace('|', chr(92) + '|').replace('<', '&lt;') for cell in cells)} |"
-    )
+        section = path.rpartition(".")[0] or "The run"
+        head = [f"\n## {section}\n", "| field | what it is | default | expected | |"]
+        lines = tables.setdefault(section, [*head, "|---|---|---|---|---|"])
+        reason = declared.reason
+        if declared.only is not None:
+            other, readers = declared.only
+            reason += f"; with {other} {' or '.join(readers)} only"
+        kind = "data" if declared.data else ""
+        cells = f"`{path}`", reason, f"`{shown(declared.default)}`", declared.expected, kind
+        row = " | ".join(cell.replace("|", r"\|").replace("<", "&lt;") for cell in cells)
+        lines.append(f"| {row} |")
+    return "\n".join([_HEAD, *itertools.chain(*tables.values())])
 
 
 if __name__ == "__main__":

@@ -243,18 +243,21 @@ def test_compiled_programs_are_kept_in_the_users_cache_unless_told_otherwise(mon
     try:
         used = []
         places = ((None, "one"), (None, "another"), (None, "one"), ("elsewhere", "one"))
+        places += (("gs://bucket", "one"),)
         for chosen, machine in places:
             monkeypatch.setattr(own_cache, "processor", lambda machine=machine: machine)
             jax.config.update("jax_compilation_cache_dir", chosen)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
             modes.enable_compilation_cache()
-            assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
+            least = 1.0 if chosen == "gs://bucket" else 0.0
+            assert jax.config.jax_persistent_cache_min_compile_time_secs == least
             used.append(jax.config.jax_compilation_cache_dir)
         assert {Path(folder).parent for folder in used[:3]} == {tmp_path / "adder_flax" / "jax"}
         assert used[0] == used[2] != used[1]  # processors that share a home do not share code
         assert used[3] == "elsewhere"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # as in conftest.py
 
 
 @pytest.mark.unchecked  # a source by its length alone
