@@ -31,9 +31,9 @@ def make_task(source, **settings):
     return tasks.Transduction(settings, tasks.Transduction.facts(source))
 
 
-def make_model(task):
+def make_model(task, seed=0):
     sizes = task.example().sizes
-    return Seq2Seq(**sizes, width=16, embedding_features=8, dropout_rate=0.0, rngs=nnx.Rngs(0))
+    return Seq2Seq(**sizes, width=16, embedding_features=8, dropout_rate=0.0, rngs=nnx.Rngs(seed))
 
 
 @pytest.mark.parametrize("smoothing", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
@@ -85,7 +85,7 @@ def test_edits_go_to_the_closest_reference():
 def test_scores_are_those_of_the_recursion(source, num_beams):
     """Of 33 words, some of which are written as they should be, and 7 that fill up."""
     task = make_task(source, num_beams=num_beams)
-    model, batch, mask = make_model(task), source.first(40), np.arange(40) < 33
+    model, batch, mask = make_model(task, seed=4), source.first(40), np.arange(40) < 33
     written = np.asarray(task.write(model, batch["source"]))
     is_right = (np.arange(40) % 2 == 0) & (written[:, 0] != 1) & (written == 1).any(-1)
     right = np.where(is_right[:, None], written, batch["target"])
@@ -96,8 +96,7 @@ def test_scores_are_those_of_the_recursion(source, num_beams):
     rate = edits.sum() / sum(map(len, pairs[1][:33]))
     np.testing.assert_allclose(scores["phoneme_error_rate"], rate, rtol=1e-6)
     np.testing.assert_allclose(scores["word_error_rate"], (edits > 0).mean(), rtol=1e-6)
-    if num_beams == 1:  # beams of an untrained model end where they start
-        assert 0 < scores["word_error_rate"] < 1
+    assert 0 < scores["word_error_rate"] < 1
 
 
 def test_images_are_refused():
