@@ -8,7 +8,6 @@ a mistake is answered at once.
 """
 
 from adder_flax.settings._compare import CompareSettings, LogUniform, OneOf, Range
-from adder_flax.settings._data import DataSettings
 from adder_flax.settings._declare import (
     Declared,
     declarations,
@@ -42,7 +41,7 @@ from adder_flax.settings._read import (
     read,
     unread,
 )
-from adder_flax.settings._run import MeshSettings, RunSettings
+from adder_flax.settings._run import DataSettings, MeshSettings, RunSettings
 from adder_flax.settings._task import TASK_SETTINGS, AugmentSettings, ClassificationSettings
 from adder_flax.settings._use import Options, is_on, keywords_of, put_numbers, take_numbers
 

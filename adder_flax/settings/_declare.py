@@ -153,10 +153,8 @@ def section(
     read_by: str | None = None,
 ) -> Any:
     """Declares a field that is itself a settings class."""
-    find: Callable[[], Any] = (
-        (lambda: settings)
-        if joined is None
-        else (lambda: join(joined.kind, *map(joined.get, joined)))
+    find: Callable[[], Any] = lambda: (
+        settings if joined is None else join(joined.kind, *map(joined.get, joined))
     )
     return dataclasses.field(
         default_factory=lambda: find()(),
@@ -193,15 +191,14 @@ def join(kind: str, *classes: type) -> type:
     Raises:
       ValueError: two of them declare one field in two ways.
     """
-    fields: dict[str, tuple[Declared, Any]] = {}
+    ways: dict[str, str] = {}
     for settings in classes:
         for name, declared in declared_in(settings).items():
-            other, _ = fields.setdefault(name, (declared, settings))
-            ways = [f"{way.expected} by default {shown(way.default)}" for way in (other, declared)]
-            if ways[0] != ways[1]:
+            way = f"{declared.expected} by default {shown(declared.default)}"
+            if ways.setdefault(name, way) != way:
                 raise ValueError(
                     f"expected options of one name to be declared alike for every {kind}, got "
-                    f"{name!r} as {' and as '.join(ways)}; choose another name"
+                    f"{name!r} as {ways[name]} and as {way}; choose another name"
                 )
 
     def faults(made: Any, where: str) -> Iterator[str]:
@@ -209,19 +206,10 @@ def join(kind: str, *classes: type) -> type:
             if hasattr(settings, "faults"):
                 yield from settings.faults(made, where)
 
-    declared_fields = [
-        (
-            name,
-            typing.get_type_hints(settings, include_extras=True)[name],
-            dataclasses.field(
-                default=declared.meaning(declared.default), metadata={"declared": declared}
-            ),
-        )
-        for name, (declared, settings) in fields.items()
-    ]
     return dataclasses.make_dataclass(
         f"{kind.title()}Options",
-        declared_fields,
+        [],
+        bases=classes[::-1],  # of which the last one's fields come first
         namespace={"faults": faults, "__post_init__": settle},
         frozen=True,
     )

@@ -9,6 +9,12 @@ from adder_flax.registry import Registry
 from adder_flax.settings._declare import fault, section, setting
 
 MAX_DEPTH = 1000
+_BITS: dict[str, Any] = dict(words={0: None}, ge=1, le=8)
+_ATTENTION_LINEAR: dict[str, Any] = dict(
+    commas=Literal["dense", "normed_dense", "adder", "identity"], max_length=MAX_DEPTH
+)
+_STEM: dict[str, Any] = dict(commas=int, ge=1, max_length=12)
+_Gradient = Literal["sign", "full", "hardtanh"]
 DEIT_SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
 """Width and number of heads; all have 12 blocks, MLP ratio 4, heads of 64 (Touvron et al., 2021,
 DeiT)."""
@@ -32,15 +38,9 @@ class AdditiveOptions:
 class AdderOptions:
     """Of adder scores."""
 
-    gradient: Literal["sign", "full", "hardtanh"] = setting(
-        "sign", "adder: the rule of its derivative"
-    )
+    gradient: _Gradient = setting("sign", "adder: the rule of its derivative")
     bits: int | None = setting(
-        0,
-        "adder: queries and keys are rounded to so many, straight through; 0: not",
-        words={0: None},
-        ge=1,
-        le=8,
+        0, "adder: queries and keys are rounded to so many, straight through; 0: not", **_BITS
     )
 
 
@@ -113,12 +113,8 @@ class AttentionSettings:
 class AdderSettings:
     """Options of all adder layers."""
 
-    x_gradient: Literal["sign", "full", "hardtanh"] = setting(
-        "hardtanh", "rule of the derivative by the inputs"
-    )
-    w_gradient: Literal["sign", "full", "hardtanh"] = setting(
-        "full", "rule of the derivative by the weights"
-    )
+    x_gradient: _Gradient = setting("hardtanh", "rule of the derivative by the inputs")
+    w_gradient: _Gradient = setting("full", "rule of the derivative by the weights")
     hardtanh_slope: float = setting(1.0, "c of clip(c (w - x), -1, 1)", ge=1e-3, le=1e3)
     norm: str | None = setting(
         "layernorm", "of their outputs", words={"layernorm": "layernorm", "none": None}
@@ -127,11 +123,7 @@ class AdderSettings:
         1.0, "standard deviation of their weights' first values", ge=1e-6, le=1e6
     )
     bits: int | None = setting(
-        0,
-        "their inputs and weights are rounded to so many, straight through; 0: not",
-        words={0: None},
-        ge=1,
-        le=8,
+        0, "their inputs and weights are rounded to so many, straight through; 0: not", **_BITS
     )
 
 
@@ -143,14 +135,10 @@ class BlockSettings(AttentionSettings):
     qkv_linear: str | tuple[str, ...] = setting(
         "dense",
         "layers that make queries, keys and values; identity: all three are what comes in",
-        commas=Literal["dense", "normed_dense", "adder", "identity"],
-        max_length=MAX_DEPTH,
+        **_ATTENTION_LINEAR,
     )
     proj_linear: str | tuple[str, ...] = setting(
-        "dense",
-        "layers behind the attention; identity: none",
-        commas=Literal["dense", "normed_dense", "adder", "identity"],
-        max_length=MAX_DEPTH,
+        "dense", "layers behind the attention; identity: none", **_ATTENTION_LINEAR
     )
     mlp_linear: str | tuple[str, ...] = setting(
         "dense",
@@ -196,20 +184,10 @@ class VitSettings(BlockSettings):
         16, "side of a patch, pixels; divides the images' sides", ge=1, le=8192
     )
     stem_channels: tuple[int, ...] = setting(
-        "",
-        'of 3 × 3 convolutions in front of the patches: "32,64"',
-        commas=int,
-        ge=1,
-        le=65536,
-        max_length=12,
+        "", 'of 3 × 3 convolutions in front of the patches: "32,64"', **_STEM, le=65536
     )
     stem_strides: tuple[int, ...] = setting(
-        "",
-        "of these convolutions; empty: 2, each halves the image",
-        commas=int,
-        ge=1,
-        le=2,
-        max_length=12,
+        "", "of these convolutions; empty: 2, each halves the image", **_STEM, le=2
     )
     stem_linear: Literal["dense", "adder"] = setting("dense", "layers of these convolutions")
     pooling: Literal["cls", "mean"] = setting("cls", "the class token, or the mean of the patches")

@@ -8,6 +8,9 @@ from adder_flax.errors import RunError
 from adder_flax.settings._declare import fault, following, section, setting, settle
 
 _WITH_CLIP = ("step", ("clip",))
+_RATE: dict[str, Any] = dict(data=True, gt=0, le=1e6)
+_RATE_OR_OFF: dict[str, Any] = dict(words={0: None}, **_RATE)
+_INTERVAL: dict[str, Any] = dict(ge=1, le=2**31 - 1)
 _MOST_OF_ITSELF = 0.5
 # What suits each kind of step: the library's presets, which are not imported here since JAX is not;
 # but for the learning rate of "rms", which is a factor of the run's here.
@@ -33,9 +36,7 @@ _Fisher = Literal["mc", "empirical", "ggn", "enumerate"]
 class KfacSettings:
     """Fields of `kfac.KfacOptions`, and how often and of how many examples curvature is new."""
 
-    learning_rate: float = following(
-        "step", _KFAC["learning_rate"], _FACTOR, data=True, gt=0, le=1e6
-    )
+    learning_rate: float = following("step", _KFAC["learning_rate"], _FACTOR, **_RATE)
     step: Literal["rms", "share", "clip"] = setting(
         "rms", "length of a layer's step: Muon's, a share of its weights, or within kl_clip"
     )
@@ -49,11 +50,7 @@ class KfacSettings:
         le=1000,
     )
     curvature_interval: int = following(
-        "step",
-        _KFAC["curvature_interval"],
-        "steps from one new curvature to the next",
-        ge=1,
-        le=2**31 - 1,
+        "step", _KFAC["curvature_interval"], "steps from one new curvature to the next", **_INTERVAL
     )
     curvature_stride: int | None = setting(
         0,
@@ -63,9 +60,9 @@ class KfacSettings:
         le=65536,
     )
     inverse_interval: int = following(
-        "step", _KFAC["inverse_interval"], "steps from one inverse to the next", ge=1, le=2**31 - 1
+        "step", _KFAC["inverse_interval"], "steps from one inverse to the next", **_INTERVAL
     )
-    kl_clip: float = setting(3e-3, _CLIP, data=True, only=_WITH_CLIP, gt=0, le=1e6)
+    kl_clip: float = setting(3e-3, _CLIP, only=_WITH_CLIP, **_RATE)
     product_dtype: Literal["float32", "bfloat16"] = setting(
         "float32",
         "of what makes up factors, of inverses and of what they multiply; sums are float32",
@@ -87,9 +84,7 @@ class KfacSettings:
 class CgFacSettings:
     """Fields of `kfac.CgFacOptions`, and of how many examples curvature is."""
 
-    learning_rate: float = following(
-        "step", _CG_FAC["learning_rate"], "as of kfac", data=True, gt=0, le=1e6
-    )
+    learning_rate: float = following("step", _CG_FAC["learning_rate"], "as of kfac", **_RATE)
     step: Literal["clip", "share", "rms", "algorithm_1"] = setting(
         "clip", "as of kfac, or the paper's Algorithm 1 to the letter"
     )
@@ -110,7 +105,7 @@ class CgFacSettings:
     curvature_stride: int = setting(
         1, "one of so many examples gives curvature; 1: all", ge=1, le=65536
     )
-    kl_clip: float = setting(7e-3, _CLIP, data=True, only=_WITH_CLIP, gt=0, le=1e6)
+    kl_clip: float = setting(7e-3, _CLIP, only=_WITH_CLIP, **_RATE)
     fisher: _Fisher = following(
         "step",
         {"clip": "mc", "share": "mc", "rms": "mc", "algorithm_1": "empirical"},
@@ -184,23 +179,13 @@ class OptimizerSettings:
     )
     momentum: float = setting(0.9, "of sgd and muon", data=True, ge=0, lt=1)
     clip_norm: float | None = setting(
-        1.0,
-        "largest norm of all gradients together; 0 is off",
-        words={0: None},
-        data=True,
-        gt=0,
-        le=1e6,
+        1.0, "largest norm of all gradients together; 0 is off", **_RATE_OR_OFF
     )
     clip_scope: Literal["all", "each"] = setting(
         "all", "each: of every parameter's gradient by itself, so that large ones shrink no others"
     )
     adder_rate: float | None = setting(
-        0.0,
-        "AdderNet's η, the rate of adder weights; 0 is off",
-        words={0: None},
-        data=True,
-        gt=0,
-        le=1e6,
+        0.0, "AdderNet's η, the rate of adder weights; 0 is off", **_RATE_OR_OFF
     )
     kfac: KfacSettings = section(KfacSettings, read_by="kfac")
     cg_fac: CgFacSettings = section(CgFacSettings, read_by="cg_fac")
