@@ -125,10 +125,12 @@ def live_variance(
     measured = pair_scores(query, key, score).var((-2, -1)).mean()
     predicted = predicted_variance(score, dim)
     # Of each component: a product's variance is the product of the two, a distance's grows with
-    # their sum.
+    # their sum. The square of a sum that few tokens estimate is too large by its own variance,
+    # which is 2 σ⁴ / (n − 1) for a normal sample's σ².
     of_query, of_key = (x.var(-2, ddof=1) for x in (query, key))
     mean = (of_query + of_key) / 2
-    factor = {"dot": of_query * of_key, "adder": mean, "gaussian": mean**2}[score]
+    spread = of_query**2 / (query.shape[-2] + 1) + of_key**2 / (key.shape[-2] + 1)
+    factor = {"dot": of_query * of_key, "adder": mean, "gaussian": mean**2 - spread / 2}[score]
     # Of a token's own components, over the tokens.
     q, k = (x - x.mean(-2, keepdims=True) for x in (query, key))
     scale = np.sqrt((q**2).mean(-2) * (k**2).mean(-2))

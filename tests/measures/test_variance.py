@@ -80,6 +80,6 @@ def test_live_variance_of_components_of_different_size(score):
         "adder": (1 - 2 / np.pi) * (of_query + of_key).sum(),
         "gaussian": ((of_query + of_key) ** 2).sum() / 2,
     }
-    assert live.rescaled == pytest.approx(expected[score], rel=0.08)
+    assert live.rescaled == pytest.approx(expected[score], rel=0.02)
     assert live.measured == pytest.approx(expected[score], rel=0.05)
     assert live.predicted == predicted_variance(score, 8)
