@@ -7,11 +7,12 @@
 K-FAC renews curvature and inverses at some steps alone, SOAP and KL-Shampoo their bases, so a
 window is as many steps as lie between two at which all is renewed, and some times as many where
 another's is longer: the end of each is waited for, which costs a short one more. Variants, with
-semicolons between them, are fields of --config.optimizer.kfac. Images are of random pixels where
---data=fake. Another network comes with --config: an experiment, or the record of a run. The steps
-are compiled side by side, and each is timed as soon as all are; what a window took is said at once,
-so that a run that is cut off has told what it measured. On a GPU it is also said how long the
-device worked in a step: the rest of its time it waited for the host.
+semicolons between them, are fields of --config.optimizer.kfac, or of what begins them: "cg_fac
+curvature_stride=8". Images are of random pixels where --data=fake. Another network comes with
+--config: an experiment, or the record of a run. The steps are compiled side by side, and each is
+timed as soon as all are; what a window took is said at once, so that a run that is cut off has told
+what it measured. On a GPU it is also said how long the device worked in a step: the rest of its
+time it waited for the host.
 """
 
 import argparse
@@ -46,10 +47,12 @@ def make_config(flags: argparse.Namespace, optimizer: str) -> ml_collections.Con
     return config
 
 
-def with_fields(config: ml_collections.ConfigDict, variant: str) -> ml_collections.ConfigDict:
-    """Sets fields of K-FAC or CG-FAC as ``a=1 b=2`` says them."""
-    for setting in variant.split():
-        name, _, value = setting.partition("=")
+def with_fields(
+    config: ml_collections.ConfigDict, assignments: list[str]
+) -> ml_collections.ConfigDict:
+    """Sets fields of K-FAC or CG-FAC as ``a=1`` says them."""
+    for assignment in assignments:
+        name, _, value = assignment.partition("=")
         section = config.optimizer[config.optimizer.name]
         section[name] = type(section[name])(value)
     return config
@@ -98,15 +101,16 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--optimizers", default="adamw", help="beside kfac, the first to compare")
-    parser.add_argument("--variants", default="", help="of kfac: 'a=1 b=2; c=3'")
+    parser.add_argument("--variants", default="", help="of kfac: 'a=1 b=2; cg_fac c=3'")
     flags = parser.parse_args()
     print(ops.backend_report().splitlines()[0])
 
     first, *others = flags.optimizers.split(",")
     configs = {name: make_config(flags, name) for name in (first, *others)}
     for variant in flags.variants.split(";"):
-        name = f"kfac {variant.strip()}".strip()
-        configs[name] = with_fields(make_config(flags, "kfac"), variant)
+        words = variant.split()
+        name = words.pop(0) if words and "=" not in words[0] else "kfac"
+        configs[" ".join([name, *words])] = with_fields(make_config(flags, name), words)
     lengths = alike({name: window_of(config) for name, config in configs.items()})
     steps = {name: jax_step(config) for name, config in configs.items()}
     compile_all(steps)

@@ -30,7 +30,7 @@ def test_a_benchmark_can_be_imported(name):
 def test_a_window_is_of_the_steps_until_all_is_renewed(name, variant, steps):
     config = common.deit("multiplicative", "tiny")
     config.optimizer.name = name
-    assert window_of(with_fields(config, variant)) == steps
+    assert window_of(with_fields(config, variant.split())) == steps
 
 
 def test_the_step_of_any_experiment_can_be_timed():
