@@ -200,7 +200,7 @@ class CgFacOptions(Options):
     iterations: int | None = None
     tolerance: Scalar | None = None
     solver: str = "cg"
-    kl_clip: Scalar | None = 7e-3
+    kl_clip: Scalar | None = 1.5e-3
     fisher: str | None = None
 
     exact: ClassVar[bool] = True
@@ -233,13 +233,15 @@ class State(NamedTuple):
     Attributes:
       count: steps so far, refused ones included.
       velocity: the last step; with ``step="rms"`` the running sum of gradients.
-      solution: last solution of the linear systems, where it is the warm start.
+      solution: last solution x of the linear systems, where it is the warm start.
+      seen: the sum of its xᵀF x over the layers, by the batch that it was solved for, likewise.
     """
 
     count: Int[Array, ""]
     averages: Averages
     velocity: PyTree[Array]
     solution: PyTree[Array]
+    seen: PyTree[Array]
     stats: Stats
 
 
@@ -280,6 +282,7 @@ def init_state(params: PyTree[Array], owned: dict[str, Block], options: Options)
         averages=Averages(factors, traces, scalar, jnp.zeros_like(scalar), inverses),
         velocity=jax.tree.map(jnp.zeros_like, params),
         solution=jax.tree.map(jnp.zeros_like, params) if options.exact else (),
+        seen=jnp.zeros_like(scalar) if options.exact else (),
         stats=_empty_stats(owned, forms, scalar, options),
     )
 

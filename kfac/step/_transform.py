@@ -130,16 +130,19 @@ def _take(step: Step, grads: PyTree[Array], flat: Flat) -> tuple[PyTree[Array], 
     updates = like_grads({p: jnp.where(finite, -d, 0) for p, d in delta.items()})
     # Momentum goes on from nothing after a step that was refused.
     velocity = like_grads(delta) if sums is None else sums
-    solution = state.solution
+    solution, seen = state.solution, state.seen
     if options.exact:  # where the next solve starts, if the gradient's dtype can hold it
         x = step.from_vectors({name: s.x for name, s in solved.items()}, flat)
         kept = finite & all_fit(x.values())
         solution = like_grads({path: jnp.where(kept, new, 0) for path, new in x.items()})
+        fisher = _quadratic_forms(solved, problem.gamma)[2]
+        seen = jnp.where(kept, fisher, 0).astype(problem.damping.dtype)
     return updates, State(
         count=state.count + 1,
         averages=problem.averages,
         velocity=jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), velocity),
         solution=solution,
+        seen=seen,
         stats=_stats(problem, solved, proposal, finite, state.stats),
     )
 
@@ -289,9 +292,16 @@ def _with_coherence(step: Step, problem: Problem, solved: Solved) -> Problem:
     decay = jnp.asarray(step.options.factor_decay, averages.coherence.dtype)
     # Outside of the branch, where it is the same expression as in `_clipped`: computed once.
     layers = _quadratic_forms(solved, problem.gamma)[2]
+    x = {name: solution.x for name, solution in solved.items()}
+    if step.options.exact:
+        # The last solution, of which this batch knows nothing: x is short along what the examples
+        # see that it was solved for, and they tell too little of what it changes.
+        begun = step.state.seen > 0
+        last = step.to_vectors(flatten(step.state.solution))
+        x = jax.tree.map(functools.partial(jnp.where, begun), last, x)
+        layers = jnp.where(begun, step.state.seen, layers)
 
     def measure() -> Array:
-        x = {name: solution.x for name, solution in solved.items()}
         # Exact whatever the solve took: F of all layers together is what no factors give.
         exact: dict[str, Form] = dict.fromkeys(step.owned, "exact")
         network = _network_fisher(systems.build(curvature, step.params, exact), curvature, x)

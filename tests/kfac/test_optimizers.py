@@ -11,9 +11,18 @@ import pytest
 from scipy.special import softmax
 
 import kfac
+from kfac._arrays import flatten
 from kfac.curvature import _blocks
 from kfac.step import _optimizers
-from tests.kfac.reference import close, cross_entropy, empirical, losses, normal, tap
+from tests.kfac.reference import (
+    close,
+    cross_entropy,
+    empirical,
+    losses,
+    normal,
+    per_example_gradients,
+    tap,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -443,11 +452,29 @@ def test_how_layers_add_up_is_averaged_and_kept_between_curvature_batches():
         still = step(before, other, by=0.0, refresh=True)
         close(coherence(still), known, rtol=1e-6)
 
-    # What a batch gives does not depend on the ones before it here.
-    step, empty = stepper(absolute(1.0, found(), damping=0.1))
-    first, second = coherence(step(empty, X)), coherence(step(empty, other))
-    both = coherence(step(step(empty, X), other))
-    close(both, (0.95 * first + second) / 1.95, rtol=1e-6)
+
+def test_cg_fac_is_clipped_by_a_batch_that_its_solution_does_not_know():
+    """The second batch measures the first one's solution: Σ_n (Σ_layers θ_n)² / N, densely."""
+    optimizer, other = absolute(1.0, found(), damping=1e-3), normal(4, 8, 3)
+    step = make_step(optimizer)
+    _, after = step(PARAMS, optimizer.init(PARAMS))
+    state = kfac.find_state(after)
+
+    def derivatives(x):
+        gradients = per_example_gradients(network, PARAMS, x, LABELS)
+        along = {
+            path: (gradients[path] * v).reshape(len(x), -1).sum(1)
+            for path, v in flatten(state.solution).items()
+        }
+        return [along["a/kernel"] + along["a/bias"], along["b/kernel"]]
+
+    own, new = derivatives(X), derivatives(other)
+    layers = sum((theta**2).mean() for theta in own)
+    close(state.seen, layers, rtol=1e-9)
+    ratios = [(sum(thetas) ** 2).mean() / layers for thetas in (own, new)]
+    assert ratios[1] > 2 * ratios[0]
+    _, after = step(PARAMS, after, other)
+    close(kfac.find_state(after).stats.coherence, (0.95 * ratios[0] + ratios[1]) / 1.95, rtol=1e-9)
 
 
 def test_the_learning_rate_scales_a_clipped_step():
