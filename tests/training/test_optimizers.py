@@ -192,8 +192,8 @@ def test_line_searches_see_the_loss_of_the_whole_batch(accumulation_steps):
     parts = Parts(
         seed=0,
         examples=lambda key, batch: (batch["x"], batch["y"]),
-        loss=lambda params, examples, key: Outcome(
-            squares(params, *examples), jnp.zeros((8, 1)), {}
+        loss=lambda params, examples, key, model_state: Outcome(
+            squares(params, *examples), jnp.zeros((8, 1)), {}, model_state=model_state
         ),
         optimizer=optimizers.OPTIMIZERS.get("lbfgs")(None),
         learning_rate=lambda step: 0.0,
