@@ -234,7 +234,7 @@ class State(NamedTuple):
       count: steps so far, refused ones included.
       velocity: the last step; with ``step="rms"`` the running sum of gradients.
       solution: last solution x of the linear systems, where it is the warm start.
-      seen: the sum of its xᵀF x over the layers, by the batch that it was solved for, likewise.
+      seen: the sum over layers of its xᵀF x, by the batch it was solved for, where a clip asks.
     """
 
     count: Int[Array, ""]
@@ -282,7 +282,7 @@ def init_state(params: PyTree[Array], owned: dict[str, Block], options: Options)
         averages=Averages(factors, traces, scalar, jnp.zeros_like(scalar), inverses),
         velocity=jax.tree.map(jnp.zeros_like, params),
         solution=jax.tree.map(jnp.zeros_like, params) if options.exact else (),
-        seen=jnp.zeros_like(scalar) if options.exact else (),
+        seen=jnp.zeros_like(scalar) if options.exact and options.measures_coherence else (),
         stats=_empty_stats(owned, forms, scalar, options),
     )
 

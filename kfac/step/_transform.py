@@ -135,8 +135,9 @@ def _take(step: Step, grads: PyTree[Array], flat: Flat) -> tuple[PyTree[Array], 
         x = step.from_vectors({name: s.x for name, s in solved.items()}, flat)
         kept = finite & all_fit(x.values())
         solution = like_grads({path: jnp.where(kept, new, 0) for path, new in x.items()})
-        fisher = _quadratic_forms(solved, problem.gamma)[2]
-        seen = jnp.where(kept, fisher, 0).astype(problem.damping.dtype)
+        if options.measures_coherence:
+            fisher = _quadratic_forms(solved, problem.gamma)[2]
+            seen = jnp.where(kept, fisher, 0).astype(problem.damping.dtype)
     return updates, State(
         count=state.count + 1,
         averages=problem.averages,

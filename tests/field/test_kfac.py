@@ -256,7 +256,9 @@ def step_of(axis_name, fisher="enumerate", loss_fn=small, make=kfac.kfac, **opti
 
     def step(params, x, labels, key=None, refresh=True):
         (loss, _), grads, curvature = function(params, x, labels, key=key, refresh=refresh)
-        updates, _ = optimizer.update(grads, optimizer.init(params), params, curvature=curvature)
+        state = optimizer.init(params)
+        for _ in range(2):  # the second has the state of the first
+            updates, state = optimizer.update(grads, state, params, curvature=curvature)
         return loss, updates
 
     return step
@@ -292,9 +294,14 @@ def on_one_device(step, **options):
 
 
 @pytest.mark.slow
-def test_shard_map_keeps_account_of_what_devices_share():
+@pytest.mark.parametrize("name", ["kfac", "cg_fac"])
+def test_shard_map_keeps_account_of_what_devices_share(name):
     """jax.shard_map as it is by default: out_specs=P() is refused unless all devices agree."""
-    step = step_of("data", "mc", step="rms")
+    if name == "kfac":
+        step = step_of("data", "mc", step="rms")
+    else:  # which has no refresh
+        one = step_of("data", "mc", make=kfac.cg_fac)
+        step = lambda *args: one(*args[:-1])
     args = SMALL, X, LABELS, jax.random.key(0), jnp.array(True)
     close(on_one_device(step)(*args), on_one_device(step, check_vma=False)(*args), rtol=1e-9)
 
