@@ -149,6 +149,17 @@ def test_dual_is_the_dense_solution(examples):
     assert np.isfinite(solution.residual[2])
 
 
+def test_dual_factorizes_one_by_one_on_cpus():
+    lanes = jnp.ones((3, 5, 7)), jnp.ones((3, 7)), jnp.ones(3)
+    program = jax.jit(lambda *lanes: solver.solve_dual(*lanes, 5)).lower(*lanes).as_text()
+    shapes = [
+        re.findall(r"tensor<([\dx]+)xf64>", line)
+        for line in program.splitlines()
+        if "getrf" in line
+    ]
+    assert shapes and {shape for found in shapes for shape in found} == {"5x5"}
+
+
 def test_sums_are_float32_for_bfloat16_operands():
     u = jnp.ones((1, 4096), jnp.bfloat16)
     assert solver.lane_dot(u, u).dtype == jnp.float32
