@@ -11,8 +11,10 @@ layers and scores apart.
 | none: scikit-learn's digits | 850 steps of 64 images: 50 epochs | 20 % | 4 | 10 |
 | fashion_mnist | 4,215 steps of 64 images: 5 epochs, patches of 7 | 10 % | 4 | 10 |
 | cifar10 | experiments/cifar10_fast.py: 5.25 epochs of 256 images, a stem, Muon | 10 % | 3 | 3 |
+| cmudict | experiments/dot_g2p.py: 4 epochs of 256 words | its own | 3 | 3 |
 
-The network has six blocks of width 96, for Fashion-MNIST three of width 64.
+The network has six blocks of width 96, for Fashion-MNIST three of width 64. That of cmudict has one
+score and no layers of other kinds, so that its control is the dot product.
 ``twice,digits`` trains the best arm (before it is known, the control) for as many steps and for
 twice as many: whether these trainings end. The first minutes of such trainings are
 experiments/compare_mechanisms.py.
@@ -22,7 +24,7 @@ Command: python main.py --mode=compare --config=experiments/compare_trained.py
 import ml_collections
 
 from adder_flax import settings
-from adder_flax.experiments import cifar10_fast, common
+from adder_flax.experiments import cifar10_fast, common, g2p
 
 _ADDER = common.MECHANISMS["adder"]
 _NORMED = dict(qkv_linear="normed_dense", proj_linear="normed_dense", mlp_linear="normed_dense")
@@ -38,25 +40,28 @@ _APART = {
     "adder layers, dot scores": _ADDER | {"score": "dot"},
     "dense layers, adder scores": {"score": "adder", "identity": "off"},
 }
+_SCORES = ("dot", "bilinear", "gaussian", "additive", "adder")
 _BEST = {"digits": "dense layers, adder scores"}
 
 
 def get_config(data: str | None = None) -> ml_collections.ConfigDict:
-    """Returns the comparison on ``[twice,]digits``, ``fashion_mnist`` or ``cifar10``."""
+    """Returns the comparison on ``[twice,]digits``, ``fashion_mnist``, ``cifar10``, ``cmudict``."""
     twice, data = (data or "").startswith("twice,"), (data or "").removeprefix("twice,") or "digits"
-    mechanisms = _MECHANISMS | (_APART if data == "digits" else {})
+    mechanisms, control = _MECHANISMS | (_APART if data == "digits" else {}), _CONTROL
+    if data == "cmudict":
+        mechanisms, control = {score: {"score": score} for score in _SCORES}, "dot"
     fields = {
         "title": f"Attention mechanisms, trained to the end, on {data}",
         "base": common.chosen(_BASES, data)(),
         "factors": {"mechanism": {name: {"model": model} for name, model in mechanisms.items()}},
-        "baseline": {"mechanism": _CONTROL},
+        "baseline": {"mechanism": control},
         "search": {"optimizer": {"learning_rate": ("log", *_RATES[data])}},
-        "trials": 3 if data == "cifar10" else 4,
-        "seeds": 3 if data == "cifar10" else 10,
-        "validation_percent": 20 if data == "digits" else 10,
+        "trials": 3 if data in _LONG else 4,
+        "seeds": 3 if data in _LONG else 10,
+        "validation_percent": _VALIDATION_PERCENT[data],
     }
     if twice:
-        arm = _BEST.get(data, _CONTROL)
+        arm = _BEST.get(data, control)
         fields["title"] = f"Whether trainings end: {arm}, for twice as many steps, on {data}"
         fields["base"].model.update(mechanisms[arm])
         levels = {"as long": {}, "twice as long": {"num_epochs": 2 * fields["base"].num_epochs}}
@@ -87,9 +92,19 @@ def _cifar10() -> ml_collections.ConfigDict:
     return base
 
 
+def _cmudict() -> ml_collections.ConfigDict:
+    base = g2p.transduction("dot")
+    base.update(init="path", checkpoint_every_steps=1000, eval_every_steps=473)
+    base.data.eval_split = "test"
+    return base
+
+
 _BASES = {
     "digits": lambda: _small("digits", 50.0, width=96, depth=6),
     "fashion_mnist": lambda: _small("fashion_mnist", 5.0, width=64, depth=3, num_heads=2),
     "cifar10": _cifar10,
+    "cmudict": _cmudict,
 }
-_RATES = {"digits": (3e-4, 1e-2), "fashion_mnist": (3e-4, 1e-2), "cifar10": (2e-3, 2e-2)}
+_RATES = dict.fromkeys(_BASES, (3e-4, 1e-2)) | {"cifar10": (2e-3, 2e-2)}
+_VALIDATION_PERCENT = dict.fromkeys(_BASES, 10) | {"digits": 20, "cmudict": 0}
+_LONG = ("cifar10", "cmudict")

@@ -134,7 +134,7 @@ def test_the_recipe_of_deit_takes_a_mechanism_a_size_and_data():
     ("name", "argument", "among"),
     [
         ("compare_optimizers", "cifar10", "multiplicative, additive, adder"),
-        ("compare_trained", "mnist", "digits, fashion_mnist, cifar10"),
+        ("compare_trained", "mnist", "digits, fashion_mnist, cifar10, cmudict"),
         ("compare_second_order", "mnist", "fashion_mnist, cifar10"),
         ("compare_healing", "fashion_mnist", "attention, all"),
     ],
