@@ -1,4 +1,4 @@
-"""Attention mechanisms at trainings that end, beside the control that tells what distances bring.
+"""Attention mechanisms in long trainings, beside the control that tells what distances bring.
 
 An adder network differs from a dense one in three things at once: distances in place of products, a
 LayerNorm behind each linear layer, and weights that start as N(0, 1) and do not decay. ``product``
@@ -51,7 +51,7 @@ def get_config(data: str | None = None) -> ml_collections.ConfigDict:
     if data == "cmudict":
         mechanisms, control = {score: {"score": score} for score in _SCORES}, "dot"
     fields = {
-        "title": f"Attention mechanisms, trained to the end, on {data}",
+        "title": f"Attention mechanisms beside their control, on {data}",
         "base": common.chosen(_BASES, data)(),
         "factors": {"mechanism": {name: {"model": model} for name, model in mechanisms.items()}},
         "baseline": {"mechanism": control},
