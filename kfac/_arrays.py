@@ -110,6 +110,21 @@ def over_devices(
     return jax.tree.map(lambda a: a[:count], result)
 
 
+def one_by_one_on_cpus(
+    function: Callable[..., Any], *lanes: Array, elsewhere: Callable[..., Any] | None = None
+) -> Any:
+    """``function`` of each lane on CPUs, elsewhere of all at once, or what ``elsewhere`` is.
+
+    For factorizations: jaxlib's batched ones wait on CPUs for threads of the pool that they run on,
+    two at once for ever where it has two threads.
+    """
+    return jax.lax.platform_dependent(
+        *lanes,
+        cpu=lambda *lanes: jax.lax.map(lambda lane: function(*lane), lanes),
+        default=elsewhere or function,
+    )
+
+
 def divides_lanes() -> bool:
     return _automatic_axes()[1] > 1
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from kfac._arrays import concatenated, over_devices
+from kfac._arrays import concatenated, one_by_one_on_cpus, over_devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -59,16 +59,12 @@ def damped_inverses(groups: Iterable[System], gamma: dict[str, Array]) -> Factor
 def _damped_inverse(
     matrix: Float[Array, "lane n n"], damping: Float[Array, " lane"]
 ) -> Float[Array, "lane n n"]:
-    """Inverses, symmetric to the last bit, as CG needs; the identity where there is none.
-
-    On CPUs lane by lane: jaxlib's batched factorizations wait for threads of the pool that they run
-    on, two at once for ever where it has two threads.
-    """
-    return jax.lax.platform_dependent(
+    """Inverses, symmetric to the last bit, as CG needs; the identity where there is none."""
+    return one_by_one_on_cpus(
+        _inverse,
         matrix + damping[:, None, None] * jnp.eye(matrix.shape[-1], dtype=matrix.dtype),
-        cpu=lambda lanes: jax.lax.map(_inverse, lanes),
         # Row by row, as the state keeps them, else XLA may turn all inverses at every step.
-        default=lambda lanes: with_layout_constraint(_inverse(lanes), Layout((0, 1, 2))),
+        elsewhere=lambda lanes: with_layout_constraint(_inverse(lanes), Layout((0, 1, 2))),
     )
 
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kfac._arrays import one_by_one_on_cpus
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, PyTree
 
@@ -244,13 +246,8 @@ def solve_dual(
     gram = jnp.einsum("lep,lfp->lef", u, u)
     # Nγ, not γ: the rows of U are of single examples, and F is their mean.
     gram += (num_examples * gamma)[..., None] * jnp.eye(gram.shape[-1], dtype=gram.dtype)
-    weights = jax.lax.platform_dependent(
-        gram,
-        jnp.einsum("lep,lp->le", u, flat)[..., None],
-        # As in `_damped_inverse`, and for its reason.
-        cpu=lambda *lanes: jax.lax.map(lambda lane: jnp.linalg.solve(*lane), lanes),
-        default=jnp.linalg.solve,
-    )[..., 0]
+    right = jnp.einsum("lep,lp->le", u, flat)[..., None]
+    weights = one_by_one_on_cpus(jnp.linalg.solve, gram, right)[..., 0]
     x = (flat - jnp.einsum("lep,le->lp", u, weights)) / gamma
     x = jnp.where(nothing[:, None], 0, x)
     product = jnp.einsum("lep,le->lp", u, jnp.einsum("lep,lp->le", u, x)) / num_examples

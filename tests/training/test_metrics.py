@@ -7,6 +7,7 @@ import struct
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from adder_flax import errors
 from adder_flax.errors import RunError
 from adder_flax.training import read_metrics
 from adder_flax.training.metrics import MetricWriter
@@ -80,6 +81,12 @@ def test_what_cannot_be_written_stops_the_run_and_nobody_waits_for_it(place, tmp
             writer.write(1, {"train/loss": 1.0})
     if place == "events":
         assert [row["step"] for row in read_metrics(tmp_path)] == [1]
+
+
+def test_what_orbax_says_of_a_folder_that_is_gone_is_an_error_of_the_run(tmp_path):
+    said = "got: No ArrayMetadata found; the directory is gone"
+    with pytest.raises(RunError, match=said), errors.writing("a checkpoint", tmp_path / "gone"):
+        raise ValueError("No ArrayMetadata found\nfor process_index=0")
 
 
 def test_rows_go_to_the_log_that_is_there(tmp_path):
