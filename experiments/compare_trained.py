@@ -22,6 +22,9 @@ experiments/compare_mechanisms.py.
 Command: python main.py --mode=compare --config=experiments/compare_trained.py
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import ml_collections
 
 from adder_flax import settings
@@ -42,7 +45,6 @@ _APART = {
     "dense layers, adder scores": {"score": "adder", "identity": "off"},
 }
 _SCORES = ("dot", "bilinear", "gaussian", "additive", "adder")
-_BEST = {"digits": "dense layers, adder scores"}
 
 
 def get_config(data: str | None = None) -> ml_collections.ConfigDict:
@@ -51,21 +53,23 @@ def get_config(data: str | None = None) -> ml_collections.ConfigDict:
     mechanisms, control = _MECHANISMS | (_APART if data == "digits" else {}), _CONTROL
     if data == "cmudict":
         mechanisms, control = {score: {"score": score} for score in _SCORES}, "dot"
+    of = common.chosen(_SETS, data)
+    base = of.base()
     fields = {
         "title": f"Attention mechanisms beside their control, on {data}",
-        "base": common.chosen(_BASES, data)(),
+        "base": base,
         "factors": {"mechanism": {name: {"model": model} for name, model in mechanisms.items()}},
         "baseline": {"mechanism": control},
-        "search": {"optimizer": {"learning_rate": ("log", *_RATES[data])}},
-        "trials": 3 if data in _LONG else 4,
-        "seeds": 3 if data in _LONG else 10,
-        "validation_percent": _VALIDATION_PERCENT[data],
+        "search": {"optimizer": {"learning_rate": ("log", *of.rates)}},
+        "trials": of.trials,
+        "seeds": of.seeds,
+        "validation_percent": of.validation_percent,
     }
     if twice:
-        arm = _BEST.get(data, control)
+        arm = of.best or control
         fields["title"] = f"Whether trainings end: {arm}, for twice as many steps, on {data}"
-        fields["base"].model.update(mechanisms[arm])
-        levels = {"as long": {}, "twice as long": {"num_epochs": 2 * fields["base"].num_epochs}}
+        base.model.update(mechanisms[arm])
+        levels = {"as long": {}, "twice as long": {"num_epochs": 2 * base.num_epochs}}
         fields |= {
             "factors": {"length": levels},
             "baseline": {"length": "as long"},
@@ -100,12 +104,26 @@ def _cmudict() -> ml_collections.ConfigDict:
     return base
 
 
-_BASES = {
-    "digits": lambda: _small("digits", 50.0, width=96, depth=6),
-    "fashion_mnist": lambda: _small("fashion_mnist", 5.0, width=64, depth=3, num_heads=2),
-    "cifar10": _cifar10,
-    "cmudict": _cmudict,
+class _Set(NamedTuple):
+    base: Callable[[], ml_collections.ConfigDict]
+    trials: int
+    seeds: int
+    validation_percent: int = 10
+    rates: tuple[float, float] = (3e-4, 1e-2)
+    best: str = ""  # once it is known
+
+
+_SETS = {
+    "digits": _Set(
+        lambda: _small("digits", 50.0, width=96, depth=6),
+        trials=4,
+        seeds=10,
+        validation_percent=20,
+        best="dense layers, adder scores",
+    ),
+    "fashion_mnist": _Set(
+        lambda: _small("fashion_mnist", 5.0, width=64, depth=3, num_heads=2), trials=4, seeds=10
+    ),
+    "cifar10": _Set(_cifar10, trials=3, seeds=3, rates=(2e-3, 2e-2)),
+    "cmudict": _Set(_cmudict, trials=3, seeds=3, validation_percent=0),
 }
-_RATES = dict.fromkeys(_BASES, (3e-4, 1e-2)) | {"cifar10": (2e-3, 2e-2)}
-_VALIDATION_PERCENT = dict.fromkeys(_BASES, 10) | {"digits": 20, "cmudict": 0}
-_LONG = ("cifar10", "cmudict")
