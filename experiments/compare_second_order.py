@@ -25,7 +25,7 @@ from adder_flax.experiments import common, compare_optimizers, compare_trained
 _RATE = ("log", 3e-4, 1e-2)
 _OPTIMIZERS = {
     "adamw": {"learning_rate": _RATE},
-    "cg_fac": {"name": "cg_fac", "cg_fac": {"kl_clip": ("log", 1e-3, 3e-2)}},
+    "cg_fac": {"name": "cg_fac", "cg_fac": {"kl_clip": ("log", 3e-4, 1e-2)}},
     "algorithm_1": {
         "name": "cg_fac",
         "cg_fac": {"step": "algorithm_1", "learning_rate": ("log", 3e-2, 1.0)},

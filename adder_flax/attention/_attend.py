@@ -85,7 +85,8 @@ def attend(
         decode, need not be told it.
       key_bias: one bias per key, broadcastable to (*batch, heads, k_length).
       scale: None for the score's own default, "sqrt_dim" for 1/√head_dim, "variance_matched" for
-        one over the standard deviation of the score between unit-normal vectors, or a number.
+        one over the standard deviation of the score between unit-normal vectors, or a number or one
+        per head.
       temperature: divides the scores; a number or one per head, positive.
       log_temperature: logarithm of a learned temperature, a number or one per head, by which they
         are divided too.
@@ -129,12 +130,21 @@ def attend(
     check_own_keys(shape, identity, is_causal, query_position)
     bias, mask = total_bias(bias, key_bias, shape), mask_of_pairs(mask, shape)
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"expected query, key and value of a floating dtype, got {jnp.dtype(dtype)}; convert "
+            "them with .astype(jnp.float32)."
+        )
     query, key, value = (x.astype(dtype) for x in (query, key, value))
     rate = 0.0 if deterministic else dropout_rate
     check_dropout(rate, dropout_rng)
     arrays = {name: array for name, array in (parameters or {}).items() if array is not None}
     raw_scores = functools.partial(contract.raw_scores, options=score_options)
-    factor = resolve_scale(contract, scale, key.shape[-1]) / _per_head(temperature)
+    if isinstance(temperature, int | float) and temperature <= 0:
+        raise ValueError(
+            f"expected a positive temperature, got {temperature}; 1.0 leaves the scores alone."
+        )
+    factor = _per_head(resolve_scale(contract, scale, key.shape[-1])) / _per_head(temperature)
     cooling = 1.0 if log_temperature is None else _per_head(jnp.exp(-log_temperature))
     if is_causal and query_position is not None:
         mask, is_causal = with_causal(mask, shape, query_position), False
@@ -201,7 +211,8 @@ def attention_function(function: Callable[..., Attended]) -> Callable[..., Atten
 
     @functools.wraps(function)
     def attending(*args: Any, **options: Any) -> Attended:
-        return function(*args, **options | _said_by_flax(options.get("mask")))
+        query = args[0] if args else options.get("query")
+        return function(*args, **options | _said_by_flax(query, options))
 
     own = inspect.signature(function).parameters.values()
     own = [p for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -212,15 +223,18 @@ def attention_function(function: Callable[..., Attended]) -> Callable[..., Atten
     return attending
 
 
+_PRECISIONS = {precision.name for precision in jax.lax.Precision}
 _FILES = ("flax.nnx.nn.attention", "flax.linen.attention")
 
 
-def _said_by_flax(mask: Any) -> dict[str, Any]:
+def _said_by_flax(query: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of `attend` that a calling module of Flax means; none where no such module calls.
 
-    Its masks are numbers 0 and 1, which are floating by default. When it decodes, the newest token
-    is the query and all others come from a cache; of the place there it has a local variable, and
-    no word for `attention_fn`.
+    Its masks are numbers 0 and 1, which are floating by default. What is added to scores would mean
+    the opposite: of a traced mask, which nobody can look at, it makes the output NaN. When Flax's
+    module decodes, the newest token is the query and all others come from a cache; of the place
+    there it has a local variable, and no word for `attention_fn`. A function between the two that
+    is compiled alone would keep the first token's place, so that it is not told of any.
     """
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") not in _FILES:
@@ -228,11 +242,21 @@ def _said_by_flax(mask: Any) -> dict[str, Any]:
     if frame is None:
         return {}
     means: dict[str, Any] = {}
-    if mask is not None:
-        means["mask"] = mask != 0 if isinstance(mask, Tracer) else ops.as_mask(mask)
-    if "cur_index" in frame.f_locals:
-        means["query_position"] = frame.f_locals["cur_index"]
+    mask, bias = (options.get(name) for name in ("mask", "bias"))
+    if isinstance(mask, Tracer) and jnp.issubdtype(mask.dtype, jnp.floating):
+        is_added = (mask < 0).any()
+        poison = jnp.where(is_added, jnp.nan, 0.0)
+        means |= dict(mask=(mask != 0) | is_added, bias=poison if bias is None else bias + poison)
+    elif mask is not None:
+        means["mask"] = ops.as_mask(mask)
+    own = frame.f_locals
+    if "cur_index" in own and _trace_of(query) is _trace_of(own.get("query")):
+        means["query_position"] = own["cur_index"]
     return means
+
+
+def _trace_of(array: Any) -> Any:
+    return getattr(array, "_trace", None)  # None of what is not traced
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
@@ -333,18 +357,16 @@ def _dropout(weights: Array, rate: float | Array, rng: Array, broadcast: bool) -
     return jnp.where(keep, weights / (1.0 - rate), 0.0)
 
 
-def _per_head(temperature: float | Array) -> float | Array:
-    if isinstance(temperature, (int, float)):
-        if temperature <= 0:
-            raise ValueError(
-                f"expected a positive temperature, got {temperature}; 1.0 leaves the scores alone."
-            )
-        return temperature
-    return temperature[..., None, None] if temperature.ndim else temperature
+def _per_head(number: float | AnyArray) -> float | AnyArray:
+    return number[..., None, None] if jnp.ndim(number) else number
 
 
 def _matmul_precision(precision: jax.lax.PrecisionLike):
     if precision is None:
         return contextlib.nullcontext()
-    name = precision.name.lower() if isinstance(precision, jax.lax.Precision) else precision
-    return jax.default_matmul_precision(name)
+    if isinstance(precision, tuple):
+        raise ValueError(
+            f"expected one precision for both operands of a product, got {precision}; pass one."
+        )
+    name = getattr(precision, "name", precision)
+    return jax.default_matmul_precision(name.lower() if name in _PRECISIONS else name)

@@ -93,14 +93,19 @@ class SequenceAttention(nnx.Module):
             *(x[..., None, :] for x in (query, key, value)),
             **self.settings.options(value_of(self.log_temperature)),
             parameters={name: getattr(self, name)[...] for name in self.parameter_names},
-            mask=None if mask is None else mask[..., None, :, :],
-            bias=None if bias is None else bias[..., None, :, :],
+            mask=_of_one_head(mask),
+            bias=_of_one_head(bias),
             return_weights=return_weights,
         )
         if not return_weights:
             return attended[..., 0, :]
         context, weights = attended
         return context[..., 0, :], weights[..., 0, :, :]
+
+
+def _of_one_head(pairs: AnyArray | None) -> AnyArray | None:
+    # One that is the same for all queries broadcasts as it is.
+    return jnp.expand_dims(pairs, -3) if pairs is not None and jnp.ndim(pairs) > 1 else pairs
 
 
 class AdditiveAttention(SequenceAttention):

@@ -87,7 +87,9 @@ def total_bias(bias: AnyArray | None, key_bias: AnyArray | None, shape: Shape) -
         check_broadcasts("bias", bias, shape)
     if key_bias is None:
         return bias
-    key_bias = key_bias[..., None, :]
+    of_keys = (*shape[:-2], shape[-1])
+    check_broadcasts("key_bias", key_bias, of_keys, axes="heads, k_length")
+    key_bias = jnp.expand_dims(key_bias, -2) if jnp.ndim(key_bias) else key_bias
     return key_bias if bias is None else bias + key_bias
 
 
@@ -128,6 +130,11 @@ def check_own_keys(
 ) -> None:
     """Refuses what needs to know queries' own keys, as in self-attention, where they are not."""
     q_length, k_length = shape[-2:]
+    if isinstance(query_position, int) and query_position < 0:
+        raise ValueError(
+            f"expected a query_position of at least 0, got {query_position}; count from the "
+            "first key."
+        )
     if query_position is not None:
         if jnp.shape(query_position) not in ((), shape[:-3]):
             raise ValueError(
@@ -160,8 +167,8 @@ def check_broadcasts(
     except ValueError:
         fits = False
     if not fits:
-        ways = {"(batch, k_length)": f"{name}[:, None, {'None, ' * axes.startswith('heads')}:]"}
-        if axes.startswith("heads"):
+        ways = {"(batch, k_length)": f"{name}[:, {'None, ' * axes.count(',')}:]"}
+        if axes == "heads, q_length, k_length":
             ways["(batch, q_length, k_length)"] = f"{name}[:, None]"
         raise ValueError(
             f"expected a {name} that broadcasts to (*batch, {axes}) = {shape}, got {got}; "

@@ -36,7 +36,7 @@ def run(config: Any, workdir: str | Path, workers: int) -> None:
                 print(describe(record, best), flush=True)
 
     if workers:
-        comparison.check_data()
+        comparison.check()
     if workers == 1:
         print(overview(comparison), flush=True)
         try:
@@ -48,6 +48,9 @@ def run(config: Any, workdir: str | Path, workers: int) -> None:
     elif workers:
         supervise(workers, comparison.workdir, show_new)
     print(overview(comparison, max(workers, 1)), flush=True)
+    if not any(comparison.finished()):
+        print(f"no run of it is finished; nothing is written to {comparison.results}")
+        return
     try:
         with lock_workdir(comparison.results, "results.lock"):
             if workers:

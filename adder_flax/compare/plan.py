@@ -169,6 +169,14 @@ class Plan:
                 "expected names of levels that differ in letters and digits, got "
                 f"{', '.join(arms)}; rename them"
             )
+        made: dict[Any, Arm] = {}
+        for arm in arms.values():
+            other = made.setdefault((arm.fields, arm.space), arm)
+            if any(factors[f][arm.levels[f]] != factors[f][other.levels[f]] for f in factors):
+                raise RunError(
+                    f"expected arms that differ, got {other.name!r} and {arm.name!r}, in which the "
+                    "levels of one factor set the fields of another; set each in one factor"
+                )
         return arms
 
     def _config(self, arm: Arm, values: Mapping[str, Any]) -> dict[str, Any]:

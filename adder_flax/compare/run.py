@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -11,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +93,16 @@ class Comparison:
         tried = [cell for values in points for cell in self.tuning_cells(arm, values)]
         return tried, self.final_cells(arm)
 
-    def check_data(self) -> None:
-        """Refuses, by a RunError, unreadable data and other data than that of finished cells."""
+    def check(self) -> None:
+        """Refuses, by a RunError, what would stop it later or make its results worthless.
+
+        That is what cells cannot be made of, as names that nobody knows; unreadable data; other
+        data than that of finished cells; and a test split that is trained on.
+        """
         test, found = self.plan.settings.base.data.eval_split, {}
         for arm in self.plan.arms.values():
+            for cell in _one_of_each_name(self.open_cells(arm)):
+                _check_cell(cell, test)
             known = [cell for of in self.cells_of(arm) for cell in of]
             records = list(map(self.records.get, known))
             if all(record is not None and not record.data for record in records):
@@ -110,6 +117,13 @@ class Comparison:
                     f"{', '.join(change)} in {own.data.data_dir or 'it'}; put it back "
                     "as it was, or set --workdir to a place of its own for other data"
                 )
+
+    def finished(self) -> Iterator[Cell]:
+        """Yields the cells that have a record."""
+        for arm in self.plan.arms.values():
+            for cell in itertools.chain(*self.cells_of(arm)):
+                if self.records.get(cell) is not None:
+                    yield cell
 
     def trial_scores(self, arm: Arm, tuning: search.Tuning) -> list[float]:
         """Returns what an arm scored in its first trials, before any beyond an edge.
@@ -141,6 +155,27 @@ class Comparison:
 
 
 _NOTHING = Options()
+
+
+def _one_of_each_name(open_cells: Sequence[Cell]) -> Iterable[Cell]:
+    """Returns cells that differ in a name that is searched; one where none is."""
+    return {
+        tuple(v for v in c.values.values() if isinstance(v, str)): c for c in open_cells
+    }.values()
+
+
+def _check_cell(cell: Cell, test_split: str) -> None:
+    config = ConfigDict(cell.config.to_dict())
+    config.data.eval_split = test_split
+    try:
+        run = training.build_run(config, load=load_once, teach=False)
+    except RunError as error:
+        raise RunError(f"{cell.arm.name}: {error}") from error
+    if shared := data.shared_records(run.train_source, run.eval_source):
+        raise RunError(
+            f"expected config.base.data.eval_split to name records to test on, got {test_split!r}, "
+            f"of which {shared} are trained on; choose another split"
+        )
 
 
 # For cells in turn: what the last ones read is not read again.

@@ -100,7 +100,7 @@ class Autoencoder(nnx.Module):
         self, images: Float[AnyArray, "batch height width channels"]
     ) -> Float[Array, "batch code"]:
         """Returns the code of each image."""
-        return _in_turn(self.encoder, jnp.asarray(images).reshape(len(images), -1))
+        return _in_turn(self.encoder, jnp.asarray(images).reshape(images.shape[0], -1))
 
     def decode(
         self, code: Float[AnyArray, "batch code"]
@@ -108,7 +108,7 @@ class Autoencoder(nnx.Module):
         """Returns the logits of an image's values for each code."""
         logits = _in_turn(self.decoder, jnp.asarray(code))
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        return logits.reshape(len(logits), *self.image_shape)
+        return logits.reshape(logits.shape[0], *self.image_shape)
 
 
 def _in_turn(

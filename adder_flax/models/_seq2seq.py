@@ -136,7 +136,7 @@ class Seq2Seq(nnx.Module):
         embedded = self.dropout(
             self.source_embedding(source), deterministic=deterministic, rngs=rngs
         )
-        zero = jnp.zeros((len(source), self.forward.hidden_features), embedded.dtype)
+        zero = jnp.zeros((source.shape[0], self.forward.hidden_features), embedded.dtype)
         onward = _run(self.forward, embedded, mask, zero)
         back = _run(self.backward, embedded[:, ::-1], mask[:, ::-1], zero)[:, ::-1]
         ends = jnp.concatenate([onward[:, -1], back[:, 0]], axis=-1)

@@ -213,7 +213,7 @@ class VisionTransformer(nnx.Module):
         found = self._after(images, wanted, deterministic=deterministic, rngs=rngs)
         found = [self.norm(tokens) for tokens in found] if normalised else found
         if as_grid:
-            batch, rows, columns = len(images), *self._grid_of(images)
+            batch, rows, columns = images.shape[0], *self._grid_of(images)
             found = [self._patches(x).reshape(batch, rows, columns, -1) for x in found]
         return tuple(found)
 
@@ -228,7 +228,7 @@ class VisionTransformer(nnx.Module):
         """The tokens behind each of the blocks of these numbers."""
         grid, patches = self._grid_of(images), self.patch_embed(images)
         if grid != self.grid:
-            patches = patches.reshape(len(patches), *grid, -1)
+            patches = patches.reshape(patches.shape[0], *grid, -1)
         tokens = self.dropout(self.embed_positions(patches), deterministic=deterministic, rngs=rngs)
         after, start = {}, 0
         for block in sorted(set(wanted)):
@@ -331,7 +331,7 @@ def embed_positions(
         new = (patches.shape[1], patches.shape[2])
         resized = resize_grid(jnp.asarray(positions[:, first:]), grid, new)
         positions = jnp.concatenate([positions[:, :first], resized], axis=1)
-        patches = patches.reshape(len(patches), -1, patches.shape[-1])
+        patches = patches.reshape(patches.shape[0], -1, patches.shape[-1])
     front = [_of_each(token, patches) for token in front]
     tokens = jnp.concatenate([*front, patches], axis=1) if front else patches
     return jnp.add(tokens, positions.astype(tokens.dtype))
@@ -339,7 +339,7 @@ def embed_positions(
 
 def _of_each(token: AnyArray, patches: AnyArray) -> Array:
     """A token of each image, split over explicit axes of a mesh as the images' patches are."""
-    place, shape = jax.typeof(patches).sharding, (len(patches), *token.shape[1:])
+    place, shape = jax.typeof(patches).sharding, (patches.shape[0], *token.shape[1:])
     explicit = AxisType.Explicit in place.mesh.axis_types
     of_images = place.update(spec=P(place.spec[0])) if explicit else None
     return jnp.broadcast_to(token, shape, out_sharding=of_images)

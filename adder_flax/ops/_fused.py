@@ -146,6 +146,8 @@ def preferred_key_block(num_keys: int) -> int | None:
     >>> preferred_key_block(17) is None, preferred_key_block(10_000)
     (True, 256)
     """
+    if not isinstance(num_keys, int):
+        return None  # a length that an exported program leaves open
     blocks_from = _BLOCKS_FROM_KEYS.get(expected_platform(), _BLOCKS_FROM_KEYS_ELSEWHERE)
     return KEY_BLOCK if num_keys >= blocks_from else None
 

@@ -105,7 +105,7 @@ class CgFacSettings:
     curvature_stride: int = setting(
         1, "one of so many examples gives curvature; 1: all", ge=1, le=65536
     )
-    kl_clip: float = setting(7e-3, _CLIP, only=_WITH_CLIP, **_RATE)
+    kl_clip: float = setting(1.5e-3, _CLIP, only=_WITH_CLIP, **_RATE)
     fisher: _Fisher = following(
         "step",
         {"clip": "mc", "share": "mc", "rms": "mc", "algorithm_1": "empirical"},

@@ -91,7 +91,7 @@ class Reconstruction(Task[ImageShape]):
 
 
 def _rows(images: Shaped[AnyArray, "batch ..."]) -> Float[Array, "batch values"]:
-    return jnp.asarray(images, jnp.float32).reshape(len(images), -1)
+    return jnp.asarray(images, jnp.float32).reshape(images.shape[0], -1)
 
 
 def _by_image(

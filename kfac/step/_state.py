@@ -200,7 +200,7 @@ class CgFacOptions(Options):
     iterations: int | None = None
     tolerance: Scalar | None = None
     solver: str = "cg"
-    kl_clip: Scalar | None = 7e-3
+    kl_clip: Scalar | None = 1.5e-3
     fisher: str | None = None
 
     exact: ClassVar[bool] = True

@@ -119,6 +119,37 @@ def test_fully_masked_rows_are_zero_and_have_finite_gradients(forbid):
     assert not any(np.any(g) for g in gradients)
 
 
+def test_a_scale_per_head_multiplies_the_scores_of_that_head():
+    inputs, scale = make_inputs(HEADS, HEADS), jnp.linspace(0.5, 2.0, HEADS)
+    found = attention.adder_attention(*inputs, scale=scale)
+    per_head = attention.adder_attention(*inputs, scale=1.0, temperature=1 / scale)
+    np.testing.assert_allclose(found, per_head, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(key_bias=jnp.zeros((3, 4))), r"key_bias .* \(\*batch, heads, k_length\)"),
+        (dict(key_bias=jnp.zeros((4, HEADS, 4))), "key_bias"),
+        (dict(key_bias=jnp.zeros(3)), "key_bias"),
+        (dict(query_position=-1), "at least 0"),
+        (dict(precision=("highest", "default")), "one precision"),
+        (dict(dtype=jnp.int32), "floating dtype, got int32"),
+    ],
+)
+def test_what_would_mean_something_else_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        attention.dot_product_attention(*make_inputs(4, 4), **options)
+
+
+@pytest.mark.parametrize("precision", [jax.lax.Precision.HIGHEST, "F32_F32_F32", None])
+def test_precisions_of_jax_are_taken(precision):
+    if precision == "F32_F32_F32":
+        precision = jax.lax.DotAlgorithmPreset.F32_F32_F32
+    found = attention.dot_product_attention(*make_inputs(4, 4), precision=precision)
+    assert found.dtype == jnp.float32
+
+
 @pytest.mark.parametrize("key_block", [None, 2])
 def test_nan_in_a_bias_hides_no_key(key_block):
     bias = jnp.zeros((4, 4)).at[1, 2].set(jnp.nan)

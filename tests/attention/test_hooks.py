@@ -102,3 +102,39 @@ def test_dropout_arrives(run, params, inputs):
     np.testing.assert_array_equal(dropped, same)
     assert not np.allclose(dropped, kept)
     np.testing.assert_allclose(kept, call({})[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrap", [None, jax.jit, jax.checkpoint])
+def test_decoding_takes_the_place_of_each_token_or_says_that_it_is_unknown(wrap, params, inputs):
+    core = (wrap or (lambda function: function))(
+        lambda q, k, v, mask: attention.adder_attention(q, k, v, mask=mask)
+    )
+    hook = lambda q, k, v, mask=None, **_: core(q, k, v, mask)
+    module = nnx.MultiHeadAttention(HEADS, WIDTH, attention_fn=hook, decode=True, rngs=nnx.Rngs(0))
+    nnx.update(module, params)
+    causal = np.tril(np.ones((LENGTH, LENGTH), bool))
+    truth, _ = expected("adder", params, inputs, causal)
+    tokens = np.split(inputs, LENGTH, axis=1)
+
+    for step in (lambda m, x: m(x), nnx.jit(lambda m, x: m(x))):
+        module.init_cache(inputs.shape)
+        if wrap is None:
+            found = jnp.concatenate([step(module, x) for x in tokens], 1)
+            np.testing.assert_allclose(found, truth, rtol=1e-4, atol=1e-5)
+        else:  # it would keep the place of the first
+            with pytest.raises(ValueError, match="query_position"):
+                step(module, tokens[0])
+
+
+@pytest.mark.parametrize("key_block", [None, 2])
+def test_what_is_added_to_scores_is_no_mask(key_block, params, inputs):
+    """Flax's own masks are floating, too."""
+    hook = functools.partial(attention.adder_attention, key_block=key_block)
+    causal = nn.make_causal_mask(jnp.ones((3, LENGTH)))
+    assert causal.dtype == jnp.float32
+    eager = lambda mask: with_nnx(hook, params, inputs, {}, mask=mask)[0]
+    np.testing.assert_allclose(jax.jit(eager)(causal), eager(causal), rtol=1e-5, atol=1e-6)
+    added = jnp.where(causal > 0, 0.0, -1e9)
+    with pytest.raises(ValueError, match="pass what is added to scores as bias"):
+        eager(added)
+    assert np.isnan(jax.jit(eager)(added)).all()

@@ -182,3 +182,13 @@ def test_parameter_counts_of_the_classical_forms():
 def test_two_sequences_have_no_identity_map():
     with pytest.raises(ValueError, match="expected no identity map between two sequences"):
         attention.AdditiveAttention(4, 4, identity=True, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("form", [attention.AdditiveAttention, attention.BilinearAttention])
+def test_a_mask_of_keys_alone_is_that_of_all_queries(form):
+    module, rng = form(4, 6, rngs=nnx.Rngs(0)), np.random.default_rng(0)
+    query, key = (rng.normal(size=s).astype(np.float32) for s in ((2, 5, 4), (2, 7, 6)))
+    seen, bias = jnp.arange(7) < 3, jnp.linspace(0.0, 1.0, 7)
+    found = module(query, key, mask=seen, bias=bias)
+    whole = [jnp.broadcast_to(array, (2, 5, 7)) for array in (seen, bias)]
+    np.testing.assert_allclose(found, module(query, key, mask=whole[0], bias=whole[1]), rtol=1e-5)

@@ -41,6 +41,10 @@ MISTAKES = [
     (one_level({"model": {"scor": "dot"}}), r"config of a\.model: expected no field 'scor'"),
     (one_level({"model": {"width": 17}}), r"config of a\.model\.num_heads: expected .* 17"),
     ({"factors": {"m": {"a b": {}, "a_b": {}}}}, "of levels that differ in letters and digits"),
+    (
+        {"factors": MECHANISMS | {"other": {"b": {"model": {"score": "adder"}}}}},
+        "arms that differ, got 'additive, b' and 'dot, b'",
+    ),
     ({"match": "operations"}, r"config\.match: expected .*steps.*nothing.*, got 'operations'"),
     (one_level({"model": {"width": ("log", 2, 1)}}), r"config\.factors: .* 0 < low < high"),
     (one_level({"seed": ("list", 1, 2)}), "expected seed to be left to the comparison"),

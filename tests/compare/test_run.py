@@ -14,7 +14,16 @@ import numpy as np
 import pytest
 
 from adder_flax import data, packed
-from adder_flax.compare import Comparison, Records, describe, overview, run, work, write_results
+from adder_flax.compare import (
+    Comparison,
+    Records,
+    describe,
+    mode,
+    overview,
+    run,
+    work,
+    write_results,
+)
 from adder_flax.compare import cells as cells_module
 from adder_flax.compare.run import load_once
 from adder_flax.compare.table import rows_of
@@ -72,7 +81,7 @@ def test_every_cell_runs_once(finished):
 
 
 def test_other_data_are_refused_where_cells_are_finished(comparison, monkeypatch):
-    comparison.check_data()
+    comparison.check()
     load = data.load_source
 
     def negative(name, split, **options):
@@ -84,7 +93,36 @@ def test_other_data_are_refused_where_cells_are_finished(comparison, monkeypatch
     monkeypatch.setattr(run, "load_once", negative)
     message = r"that finished cells of '\w+' saw, got train\[.* other records.*set --workdir"
     with pytest.raises(RunError, match=message):
-        comparison.check_data()
+        comparison.check()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"factors": {"arm": {"dot": {}, "typo": {"model": {"score": "ader"}}}}},
+            "^typo: .*'ader'",
+        ),
+        ({"search": {"optimizer": {"name": ("list", "adamw", "adamv")}}, "trials": 4}, "'adamv'"),
+        ({"base": {"data.eval_split": "train"}}, "got 'train', of which 1293 are trained on"),
+    ],
+)
+def test_what_would_stop_it_late_or_score_what_was_trained_on_is_refused(fields, message, tmp_path):
+    with pytest.raises(RunError, match=message):
+        Comparison(make_config(**fields), tmp_path).check()
+
+
+def test_without_workers_other_settings_leave_the_results_alone(finished, tmp_path, capsys):
+    comparison, _ = finished
+    write_results(comparison)
+    shutil.copytree(comparison.results, tmp_path / "results")
+    kept = {path: path.read_bytes() for path in (tmp_path / "results").iterdir() if path.is_file()}
+    others = make_config(**FIELDS | {"base": {"batch_size": 32}})
+    mode.run(others, tmp_path, workers=0)
+    assert "nothing is written" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in kept} == kept
+    mode.run(make_config(**FIELDS), tmp_path, workers=0)
+    assert "results at" in capsys.readouterr().out
 
 
 def test_final_runs_alone_are_scored_on_the_test_split(finished, cell):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 from adder_flax import layers, models
 from adder_flax.settings import VitSettings
@@ -309,3 +310,11 @@ def test_a_stem_goes_to_l1_distances_with_the_first_block():
     (share,) = first
     assert 0 < share < 1
     assert others == [first, {1.0}, {1.0}]
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_an_exported_program_may_leave_the_number_of_images_open(pooling):
+    network, given = make(pooling=pooling), images(3)
+    like = jax.ShapeDtypeStruct((*export.symbolic_shape("batch"), *given.shape[1:]), "float32")
+    exported = export.export(jax.jit(network))(like)
+    np.testing.assert_allclose(exported.call(given), network(given), rtol=1e-4, atol=1e-5)
