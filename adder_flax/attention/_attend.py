@@ -357,7 +357,7 @@ def _dropout(weights: Array, rate: float | Array, rng: Array, broadcast: bool) -
     return jnp.where(keep, weights / (1.0 - rate), 0.0)
 
 
-def _per_head(number: float | AnyArray) -> float | AnyArray:
+def _per_head(number: Any) -> Any:
     return number[..., None, None] if jnp.ndim(number) else number
 
 
@@ -368,5 +368,5 @@ def _matmul_precision(precision: jax.lax.PrecisionLike):
         raise ValueError(
             f"expected one precision for both operands of a product, got {precision}; pass one."
         )
-    name = getattr(precision, "name", precision)
+    name: Any = getattr(precision, "name", precision)
     return jax.default_matmul_precision(name.lower() if name in _PRECISIONS else name)

@@ -193,8 +193,14 @@ def _frames(tap: Tap) -> tuple[tuple[int, bool], ...]:
 
 
 def _example_axis(tap: Tap, num_examples: int) -> int | None:
-    """By a vmap, else by the output's first axis (which may hold tokens too), else by a scan."""
+    """Where the program says it.
+
+    Else by a vmap, by the output's first axis (which may hold tokens too), or by a scan.
+    """
     frames = enumerate(_frames(tap))
+    if tap.examples is not None:
+        axis = len(tap.scans) + tap.examples
+        return axis - sum(tap.stacked[:axis])
     inner = [(size, i >= len(tap.scans)) for i, (size, is_lane) in frames if not is_lane]
     vmaps = [i for i, (size, is_vmap) in enumerate(inner) if is_vmap and size == num_examples]
     scans = [i for i, (size, is_vmap) in enumerate(inner) if not is_vmap and size == num_examples]

@@ -76,6 +76,7 @@ class Tap:
     # curvature if it is not captured.
     moved: frozenset[str] = frozenset()
     named: bool = False  # whether ``base`` is its name even so
+    examples: int | None = None  # axis of (*vmaps, *y.shape) that numbers them, where it is known
 
     @property
     def frames(self) -> tuple[int, ...]:
@@ -242,6 +243,10 @@ _mark.def_abstract_eval(lambda y, *_, **__: y)
 
 
 def _differentiate(primals: tuple, tangents: tuple, **params: Any) -> tuple:
+    capture = current_capture()
+    if capture is not None and type(tangents[0]) is not ad.Zero:
+        # What it moves there is not what its cotangent says.
+        capture.taps[params["key"]].reason = "a derivative of it is taken inside the loss"
     return _mark.bind(*primals, **params), tangents[0]
 
 

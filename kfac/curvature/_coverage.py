@@ -188,7 +188,7 @@ def find_layers(
     """
     if (of_arrays := without_modules(loss_fn, params, args)) is not None:
         loss_fn, params, args = of_arrays.loss_fn, of_arrays.params, of_arrays.args
-    taps = record_taps(loss_fn, params, args)
+    taps = record_taps(loss_fn, params, args, leading_size(args, batch_size))
     layers = layers_of(taps, params, count_examples(args, batch_size))
     if layers.coverage < LOW_COVERAGE:
         warnings.warn(
@@ -239,6 +239,12 @@ def layers_of(taps: dict[str, Tap], params: PyTree, num_examples: int) -> Layers
         for path in sorted(taps[name].touched):
             reasons.setdefault(path, reason)
     return Layers(blocks, skipped, shapes, reasons)
+
+
+def leading_size(args: tuple, batch_size: int | None) -> int | None:
+    """The number of examples, None where the arguments alone do not say it."""
+    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(args) if getattr(leaf, "shape", ())}
+    return batch_size or (next(iter(sizes)) if len(sizes) == 1 else None)
 
 
 def count_examples(args: tuple, batch_size: int | None, outputs: Any = None) -> int:

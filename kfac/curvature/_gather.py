@@ -13,7 +13,7 @@ import optax
 
 from kfac._arrays import axes_of, concatenated, mean_over, names_of, own_along
 from kfac.curvature import _fisher as fishers
-from kfac.curvature._coverage import Layers, count_examples, layers_of
+from kfac.curvature._coverage import Layers, count_examples, layers_of, leading_size
 from kfac.curvature._fisher import Likelihood, Weights
 from kfac.curvature._tracing import record_taps, tapped, without_modules
 
@@ -176,7 +176,12 @@ def value_grad_and_curvature(
             return ((loss, aux) if has_aux else loss), grads, found
         axes = _checked_axes(axis_name)
         params = own_along(axes, params)
-        taps = record_taps(loss_fn, params, args)
+        size = leading_size(args, batch_size)
+        if size is None and has_aux and (outputs is not None or fisher != "empirical"):
+            of_aux = outputs or (lambda aux: aux)
+            z = jax.eval_shape(lambda params: of_aux(loss_fn(params, *args)[1]), params)
+            size = z.shape[0] if getattr(z, "shape", ()) else None
+        taps = record_taps(loss_fn, params, args, size)
         slots = {name: tap.slot() for name, tap in taps.items() if tap.captured}
         inner = tapped(loss_fn, taps)
 

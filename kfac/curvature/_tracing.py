@@ -15,7 +15,7 @@ import posixpath
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,15 @@ from jax.extend import core
 
 from kfac._arrays import flatten
 from kfac.curvature._capture import Capture, Param, Tap, scan
+from kfac.curvature._examples import (
+    NOWHERE,
+    SCATTERED,
+    UNKNOWN,
+    Place,
+    joined,
+    place_after,
+    place_of,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -46,7 +55,9 @@ def without_modules(
     return importlib.import_module("kfac.curvature._nnx").split(loss_fn, params, args, has_aux)
 
 
-def record_taps(loss_fn: Callable, params: PyTree, args: tuple) -> dict[str, Tap]:
+def record_taps(
+    loss_fn: Callable, params: PyTree, args: tuple, num_examples: int | None = None
+) -> dict[str, Tap]:
     """The tapped calls of ``loss_fn(params, *args)`` by name, in their order; nothing is run."""
     met: dict[str, Tap] = {}
     # What is no array, such as a flag or a function, the loss gets as it is, as under `jax.grad`.
@@ -56,18 +67,32 @@ def record_taps(loss_fn: Callable, params: PyTree, args: tuple) -> dict[str, Tap
     def traced(params: PyTree, arrays: dict[int, Any]) -> list:
         own = structure.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
         with _watched(Capture(params, met)):
-            return jax.tree.leaves(loss_fn(params, *own))[:1]  # the loss
+            loss, *aux = jax.tree.leaves(loss_fn(params, *own))
+            return [loss, *[leaf for leaf in aux if isinstance(leaf, jax.Array)]]
 
     program, paths = jax.make_jaxpr(traced)(params, arrays).jaxpr, list(flatten(params))
-    calls: Calls = {}
-    sources = [_Node(Source(i, tuple(range(v.aval.ndim)))) for i, v in enumerate(program.invars)]
-    others = [_NOTHING] * (len(sources) - len(paths))
-    outputs = _read(program, [*sources[: len(paths)], *others], (), calls)
+    calls = Calls(num_examples)
+    inputs = [
+        _Node(Source(i, tuple(range(v.aval.ndim))))
+        if i < len(paths)
+        else _Node(examples=place_of(v.aval, num_examples))
+        for i, v in enumerate(program.invars)
+    ]
+    outputs = _read(program, inputs, (), calls)
     seen = outputs[0].marks if outputs else frozenset()
+    # What the network gives, not what is added to its loss: parameters that move it, or a layer in
+    # it, where no layer is met.
+    given = zip(outputs[1:], program.outvars[1:], strict=True)
+    given = [n.origin for n, v in given if v.aval.ndim > 1 and n.examples != NOWHERE]
+    passing = _inputs_of([o for o in given if isinstance(o, Derived) and o.moves])
+    for key in calls.keys() & seen:
+        for call in calls[key]:
+            passing |= call.made - _inputs_of([o for o in call.origins if o is not None])
     taps: dict[str, Tap] = {}
     for key, tap in met.items():
         if key in calls:
             tap = _located(tap, calls[key], key in seen, paths)
+            tap = _with_examples(tap, calls, key, passing, paths)
         else:  # `nn.scan` traces its body once to find constants, and throws that trace away
             tap = dataclasses.replace(tap, layer=None, reason=None)
         name = base = _name(tap)
@@ -113,7 +138,7 @@ def _located(tap: Tap, calls: list[Call], seen: bool, paths: list[str]) -> Tap:
     if len(found) != 1:
         reasons.append("some of its parameters are stacked and others shared")
     origins = [origin for call in calls for origin in call.origins if origin is not None]
-    moving = [origin for origin in origins if seen and getattr(origin, "moves", True)]
+    moving = [origin for origin in origins if seen and _moving(origin)]
     return dataclasses.replace(
         tap,
         vmaps=tuple([size for size, _ in reversed(call.vmaps)]),
@@ -123,6 +148,31 @@ def _located(tap: Tap, calls: list[Call], seen: bool, paths: list[str]) -> Tap:
         touched=frozenset([paths[i] for i in _inputs_of(origins)]),
         moved=frozenset([paths[i] for i in _inputs_of(moving)]),
     )
+
+
+def _with_examples(
+    tap: Tap, calls: Calls, key: str, passing: frozenset[int], paths: list[str]
+) -> Tap:
+    """The tap with the axis of its examples, where that is known, or why it can have no block."""
+    call, reasons = calls[key][0], [tap.reason]
+    place = call.examples
+    if inside := call.inside:
+        reasons.append(f"it stands in a function with a gradient of its own, {inside}")
+    # A bias may be added behind the tapped call, for which the layer's formula stands.
+    own = {origin.input for origin in call.origins if isinstance(origin, Source)}
+    if by_hand := sorted(own & call.made & passing):
+        name = paths[by_hand[0]]
+        reasons.append(f"{name} is also used where no layer is met")
+    if any(
+        jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in jax.tree.leaves((tap.x, tap.y))
+    ):
+        reasons.append("it takes or gives complex numbers")
+    if key in calls.wrong:
+        reasons.append("it depends on no example, and its first axis does not number them")
+    if place == SCATTERED or place.axis == len(tap.vmaps) + len(tap.y.shape) - 1:
+        reasons.append("the rows of an example are not neighbours in its output; examples go first")
+    axis = place.axis if place.known and not place.taken else None
+    return dataclasses.replace(tap, examples=axis, reason=next(filter(None, reasons), None))
 
 
 def _frames(
@@ -244,16 +294,32 @@ class Call(NamedTuple):
     scans: tuple[int | None, ...]
     # (size, mapped axis of each parameter) of the vmaps around it, innermost first
     vmaps: tuple[tuple[int, tuple[int | None, ...]], ...]
+    examples: Place  # in the output, vmaps first
+    made: frozenset[int]  # which arrays of the tree the output was computed from
+    inside: str = ""  # of a function with a gradient of its own
 
 
-Calls = dict[str, list[Call]]  # every mark, as often as it is met
+class Calls(dict[str, list[Call]]):
+    """Every mark, as often as it is met."""
+
+    def __init__(self, num_examples: int | None):
+        super().__init__()
+        self.num_examples = num_examples
+        self.wrong: set[str] = set()  # those whose first axis turned out to be no examples
+
+    def add(self, other: Calls, inside: str = "") -> None:
+        for key, found in other.items():
+            found = [call._replace(inside=inside or call.inside) for call in found]
+            self.setdefault(key, []).extend(found)
+        self.wrong |= other.wrong
 
 
 class _Node(NamedTuple):
-    """Where a value comes from, and the marks whose output moves it."""
+    """Where a value comes from, the marks whose output moves it, and where its examples are."""
 
     origin: Origin = None
     marks: frozenset[str] = frozenset()
+    examples: Place = NOWHERE
 
 
 _NOTHING = _Node()
@@ -270,7 +336,8 @@ def _read(
         if rule := _RULES.get(eqn.primitive.name):
             outputs = rule(eqn, into, scans, calls)
         else:
-            outputs = [_mixed(into, eqn.primitive.name)] * len(eqn.outvars)
+            mixed = _mixed(into, eqn.primitive.name)
+            outputs = [mixed._replace(examples=_place(eqn, into, calls))] * len(eqn.outvars)
         for v, output in zip(eqn.outvars, outputs, strict=True):
             # No gradient flows through whole numbers.
             moves = jnp.issubdtype(getattr(v.aval, "dtype", jnp.int32), jnp.inexact)
@@ -280,25 +347,35 @@ def _read(
 
 def _marked(eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
     key, origins = eqn.params["key"], tuple([n.origin for n in inputs[2:]])
-    calls.setdefault(key, []).append(Call(origins, scans, eqn.params["vmaps"]))
-    return [_Node(None, inputs[0].marks | {key})]
+    place, vmaps, shape = inputs[0].examples, eqn.params["vmaps"], eqn.outvars[0].aval.shape
+    made = _inputs_of(list(filter(_moving, [inputs[0].origin])))
+    calls.setdefault(key, []).append(Call(origins, scans, vmaps, place, made))
+    if place == NOWHERE:
+        place = UNKNOWN if vmaps or len(shape) < 2 else Place(0, frozenset({key}))
+    return [_Node(None, inputs[0].marks | {key}, place)]
+
+
+def _place(eqn: Any, inputs: Sequence[_Node], calls: Calls) -> Place:
+    places = [node.examples for node in inputs]
+    return place_after(eqn, places, calls.num_examples, calls.wrong)
 
 
 def _passed(eqn: Any, inputs: list[_Node], *_: Any) -> list[_Node]:
     return inputs[: len(eqn.outvars)]
 
 
-def _transposed(eqn: Any, inputs: list[_Node], *_: Any) -> list[_Node]:
-    origin = inputs[0].origin
-    if not isinstance(origin, Source):
-        return inputs
-    axes = tuple(origin.axes[axis] for axis in eqn.params["permutation"])
-    return [inputs[0]._replace(origin=origin._replace(axes=axes))]
+def _transposed(eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
+    node = inputs[0]._replace(examples=_place(eqn, inputs, calls))
+    if not isinstance(node.origin, Source):
+        return [node]
+    axes = tuple(node.origin.axes[axis] for axis in eqn.params["permutation"])
+    return [node._replace(origin=node.origin._replace(axes=axes))]
 
 
 def _stopped(eqn: Any, inputs: list[_Node], *_: Any) -> list[_Node]:
     origins = [inputs[0].origin] if inputs[0].origin is not None else []
-    return [_Node(Derived(_inputs_of(origins), "stop_gradient", False) if origins else None)]
+    stopped = Derived(_inputs_of(origins), "stop_gradient", False) if origins else None
+    return [_Node(stopped, examples=inputs[0].examples)]
 
 
 def _called(eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
@@ -309,8 +386,11 @@ def _called(eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_
 
 def _with_own_rule(eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
     # Whatever stands inside, its gradient is what the rule says.
-    inner = _called(eqn, inputs, scans, calls)
-    return [_mixed([*inputs, *inner], eqn.primitive.name)] * len(eqn.outvars)
+    met = Calls(calls.num_examples)
+    inner = _called(eqn, inputs, scans, met)
+    calls.add(met, inside=eqn.primitive.name.removesuffix("_call"))
+    mixed = _mixed([*inputs, *inner], eqn.primitive.name)
+    return [mixed._replace(examples=node.examples) for node in inner]
 
 
 def _branched(eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
@@ -324,22 +404,32 @@ def _scanned(eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[
     xs = [_sliced(n, len(scans)) for n in inputs[num_consts + num_carry :]]
     inside = (*scans, eqn.params["length"])
     while True:  # what the carry holds after any number of rounds
-        met: Calls = {}
+        met = Calls(calls.num_examples)
         outputs = _read(_open(eqn.params["jaxpr"]), [*consts, *carry, *xs], inside, met)
         after = [_agreed(old, new) for old, new in zip(carry, outputs, strict=False)]
         if after == carry:
             break
         carry = after
-    for key, found in met.items():
-        calls.setdefault(key, []).extend(found)
-    return [*carry, *[_mixed([n], "scan") for n in outputs[num_carry:]]]
+    calls.add(met)
+    stacked = [
+        _mixed([n], "scan")._replace(examples=_behind(n.examples, 1)) for n in outputs[num_carry:]
+    ]
+    return [*carry, *stacked]
+
+
+def _behind(place: Place, axes: int) -> Place:
+    """With so many axes more in front, or fewer."""
+    if not place.known:
+        return place
+    return place._replace(axis=place.axis + axes) if place.axis + axes >= 0 else UNKNOWN
 
 
 def _looped(eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
     body, skipped = _open(eqn.params["body_jaxpr"]), eqn.params["cond_nconsts"]
     into = [_mixed([n], "while_loop") for n in inputs[skipped:]]
     outputs = _read(body, into, (*scans, None), calls)
-    return [_mixed([*inputs, *outputs], "while_loop")] * len(eqn.outvars)
+    mixed = _mixed([*inputs, *outputs], "while_loop")
+    return [mixed._replace(examples=UNKNOWN)] * len(eqn.outvars)
 
 
 _PASSES = (
@@ -354,6 +444,7 @@ _RULES: dict[str, Callable[[Any, list[_Node], tuple, Calls], list[_Node]]] = {
     "cond": _branched,
     "scan": _scanned,
     "while": _looped,
+    **dict.fromkeys(("ceil", "floor", "round", "sign"), _stopped),
     **dict.fromkeys(_PASSES.split(), _passed),
     **dict.fromkeys(_CALLS.split(), _called),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), _with_own_rule),
@@ -375,7 +466,7 @@ def _scan_parts(params: Any) -> tuple[int, int]:
 
 def _sliced(node: _Node, depth: int) -> _Node:
     """A node of what a scan goes through, inside of it."""
-    origin = node.origin
+    origin, node = node.origin, node._replace(examples=_behind(node.examples, -1))
     if not isinstance(origin, Source):
         return node
     scans = (*origin.scans, (depth, origin.axes[0]))
@@ -383,9 +474,10 @@ def _sliced(node: _Node, depth: int) -> _Node:
 
 
 def _agreed(one: _Node, other: _Node) -> _Node:
+    place = joined([one.examples, other.examples], set())
     if one.origin == other.origin:
-        return one._replace(marks=one.marks | other.marks)
-    return _mixed([one, other], "cond or scan")
+        return one._replace(marks=one.marks | other.marks, examples=place)
+    return _mixed([one, other], "cond or scan")._replace(examples=place)
 
 
 def _mixed(nodes: Sequence[_Node], by: str) -> _Node:
@@ -397,6 +489,10 @@ def _mixed(nodes: Sequence[_Node], by: str) -> _Node:
         return _Node(known[0], marks)  # the first operation says more than the last
     moves = any([not isinstance(origin, Derived) or origin.moves for origin in known])
     return _Node(Derived(_inputs_of(known), by, moves), marks)
+
+
+def _moving(origin: Origin) -> TypeGuard[Source | Derived]:
+    return origin is not None and getattr(origin, "moves", True)
 
 
 def _inputs_of(origins: Sequence[Source | Derived]) -> frozenset[int]:
