@@ -75,8 +75,8 @@ def verify(
     """Compares the curvature of every layer, of the empirical Fisher matrix, with dense algebra.
 
     Of N examples it holds every one's gradient of each layer in turn, N × size numbers: use few. A
-    large ``capture_error`` means that a parameter is also used where no layer was met. Whose a row of
-    a layer is, it takes from the capture, as ``find_layers`` has found it in the program.
+    large ``capture_error`` means that a parameter is also used where no layer was met. Whose a row
+    of a layer is, it takes from the capture, as ``find_layers`` has found it in the program.
 
     Args:
       loss_fn, params, *args, has_aux, batch_size: as for ``value_grad_and_curvature``.

@@ -199,7 +199,8 @@ def _table(
 
 def _short(workloads: Sequence[Workload]) -> list[str]:
     """Names without the words that all begin with."""
-    names = [workload.runs.folder.name for workload in workloads]
+    folders = [workload.runs.folder for workload in workloads]
+    names = [f.parent.name if f.name == "results" else f.name for f in folders]  # <workdir>/results
     shared = os.path.commonprefix(names).rpartition("_")
     return [name.removeprefix("".join(shared[:2])) for name in names]
 

@@ -258,8 +258,8 @@ def count_examples(args: tuple, batch_size: int | None, outputs: Any = None) -> 
         if len(known) == 1 and known[0] != outputs.shape[0]:
             raise ValueError(
                 f"expected outputs of shape (batch, *positions, classes) of {known[0]} examples, "
-                f"got {outputs.shape}; reshape them, or pass batch_size= if that is the size of "
-                "the batch."
+                f"got {outputs.shape}; reshape them, as by outputs=lambda aux: aux.reshape(batch, "
+                "-1, classes), or pass batch_size= if that is the size of the batch."
             )
         return outputs.shape[0]
     if len(known) != 1:

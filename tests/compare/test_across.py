@@ -39,6 +39,16 @@ ADAM = [(0.7, 150), (0.8, 130), (0.9, "")]
 MUON = [(0.9, 60), (0.9, 40), (0.9, 50)]
 
 
+def test_results_in_their_usual_place_have_the_name_of_their_comparison(write_runs, tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / f"on_{name}").mkdir()
+    folders = [
+        write_runs(f"on_{name}/results", {"adam": ADAM, "muon": MUON}) for name in ("one", "two")
+    ]
+    page = across.write_across(folders, tmp_path / "out", "All").read_text()
+    assert "| arm | one | two |" in page
+
+
 def test_tables_over_two_comparisons(write_runs, tmp_path):
     wrong = [(0.2, 100), (0.1, ""), (0.3, "")]
     worse = [(0.5, ""), (0.4, ""), (0.6, "")]
