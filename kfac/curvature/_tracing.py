@@ -15,7 +15,7 @@ import posixpath
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +84,7 @@ def record_taps(
     # it, where no layer is met.
     given = zip(outputs[1:], program.outvars[1:], strict=True)
     given = [n.origin for n, v in given if v.aval.ndim > 1 and n.examples != NOWHERE]
-    passing = _inputs_of([o for o in given if isinstance(o, Derived) and o.moves])
+    passing = _moved_by([o for o in given if isinstance(o, Derived)])
     for key in calls.keys() & seen:
         for call in calls[key]:
             passing |= call.made - _inputs_of([o for o in call.origins if o is not None])
@@ -112,7 +112,7 @@ def _located(tap: Tap, calls: list[Call], seen: bool, paths: list[str]) -> Tap:
     for i, (role, origin) in enumerate(zip(tap.shapes, call.origins, strict=True)):
         if isinstance(origin, Derived):
             how = f"computed inside the loss, by {origin.by}"
-            how = how if origin.moves else "under stop_gradient"
+            how = how if origin.moving else "under stop_gradient"
             reasons.append(f"parameter {role!r} is {how}")
         elif origin is None:
             reasons.append(f"parameter {role!r} is not an array of the differentiated tree")
@@ -138,7 +138,6 @@ def _located(tap: Tap, calls: list[Call], seen: bool, paths: list[str]) -> Tap:
     if len(found) != 1:
         reasons.append("some of its parameters are stacked and others shared")
     origins = [origin for call in calls for origin in call.origins if origin is not None]
-    moving = [origin for origin in origins if seen and _moving(origin)]
     return dataclasses.replace(
         tap,
         vmaps=tuple([size for size, _ in reversed(call.vmaps)]),
@@ -146,7 +145,7 @@ def _located(tap: Tap, calls: list[Call], seen: bool, paths: list[str]) -> Tap:
         stacked=next(iter(found), ()),
         reason=next(filter(None, reasons), None),
         touched=frozenset([paths[i] for i in _inputs_of(origins)]),
-        moved=frozenset([paths[i] for i in _inputs_of(moving)]),
+        moved=frozenset([paths[i] for i in _moved_by(origins if seen else [])]),
     )
 
 
@@ -280,7 +279,7 @@ class Derived(NamedTuple):
 
     inputs: frozenset[int]  # which of these
     by: str  # the operation
-    moves: bool  # whether a gradient flows back to them
+    moving: frozenset[int]  # those of them that a gradient flows back to
 
 
 Origin = Source | Derived | None  # None: of other arrays alone
@@ -341,14 +340,20 @@ def _read(
         for v, output in zip(eqn.outvars, outputs, strict=True):
             # No gradient flows through whole numbers.
             moves = jnp.issubdtype(getattr(v.aval, "dtype", jnp.int32), jnp.inexact)
-            nodes[v] = output if moves else output._replace(marks=frozenset())
+            nodes[v] = output if moves else _still(output, eqn.primitive.name)
     return [_NOTHING if isinstance(v, core.Literal) else nodes[v] for v in jaxpr.outvars]
+
+
+def _still(node: _Node, by: str) -> _Node:
+    """A node of a value that no gradient flows through."""
+    origin = node.origin and Derived(_inputs_of([node.origin]), by, frozenset())
+    return _Node(origin, examples=node.examples)
 
 
 def _marked(eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
     key, origins = eqn.params["key"], tuple([n.origin for n in inputs[2:]])
     place, vmaps, shape = inputs[0].examples, eqn.params["vmaps"], eqn.outvars[0].aval.shape
-    made = _inputs_of(list(filter(_moving, [inputs[0].origin])))
+    made = _moved_by([inputs[0].origin])
     calls.setdefault(key, []).append(Call(origins, scans, vmaps, place, made))
     if place == NOWHERE:
         place = UNKNOWN if vmaps or len(shape) < 2 else Place(0, frozenset({key}))
@@ -373,9 +378,7 @@ def _transposed(eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> li
 
 
 def _stopped(eqn: Any, inputs: list[_Node], *_: Any) -> list[_Node]:
-    origins = [inputs[0].origin] if inputs[0].origin is not None else []
-    stopped = Derived(_inputs_of(origins), "stop_gradient", False) if origins else None
-    return [_Node(stopped, examples=inputs[0].examples)]
+    return [_still(inputs[0], "stop_gradient")]
 
 
 def _called(eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_Node]:
@@ -487,12 +490,13 @@ def _mixed(nodes: Sequence[_Node], by: str) -> _Node:
         return _Node(None, marks)
     if len(known) == 1 and isinstance(known[0], Derived):
         return _Node(known[0], marks)  # the first operation says more than the last
-    moves = any([not isinstance(origin, Derived) or origin.moves for origin in known])
-    return _Node(Derived(_inputs_of(known), by, moves), marks)
+    return _Node(Derived(_inputs_of(known), by, _moved_by(known)), marks)
 
 
-def _moving(origin: Origin) -> TypeGuard[Source | Derived]:
-    return origin is not None and getattr(origin, "moves", True)
+def _moved_by(origins: Sequence[Origin]) -> frozenset[int]:
+    derived = [origin.moving for origin in origins if isinstance(origin, Derived)]
+    sources = [origin.input for origin in origins if isinstance(origin, Source)]
+    return frozenset(sources).union(*derived)
 
 
 def _inputs_of(origins: Sequence[Source | Derived]) -> frozenset[int]:
