@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 from adder_flax import attention
 from tests.attention import reference
@@ -117,6 +118,14 @@ def test_fully_masked_rows_are_zero_and_have_finite_gradients(forbid):
     assert not np.any(weights)
     assert not np.any(out)
     assert not any(np.any(g) for g in gradients)
+
+
+def test_an_exported_program_may_leave_the_length_open():
+    inputs = make_inputs(4, 4)
+    like = jax.ShapeDtypeStruct((2, *export.symbolic_shape("length"), HEADS, DIM), "float32")
+    attend = jax.jit(lambda x: attention.dot_product_attention(x, x, x))
+    exported = export.export(attend)(like)
+    np.testing.assert_allclose(exported.call(inputs[0]), attend(inputs[0]), rtol=1e-5, atol=1e-6)
 
 
 def test_a_scale_per_head_multiplies_the_scores_of_that_head():
