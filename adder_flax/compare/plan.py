@@ -198,6 +198,11 @@ class Plan:
         return settings.filled(RunSettings, config)
 
     def _check_steps(self) -> None:
+        if tuned := sorted({"num_epochs", "batch_size"} & set(self.searched)):
+            raise RunError(
+                f"expected arms of as many steps, as config.match is 'steps', got {tuned[0]} among "
+                "what is tuned; set config.match to 'nothing', or leave it out of the search"
+            )
         for arm in self.arms.values():
             other = self.baseline_of(arm)
             if other is None:

@@ -45,6 +45,7 @@ MISTAKES = [
         {"factors": MECHANISMS | {"other": {"b": {"model": {"score": "adder"}}}}},
         "arms that differ, got 'additive, b' and 'dot, b'",
     ),
+    ({"search": {"num_epochs": ("log", 0.1, 0.4)}}, "arms of as many steps, .* got num_epochs"),
     ({"match": "operations"}, r"config\.match: expected .*steps.*nothing.*, got 'operations'"),
     (one_level({"model": {"width": ("log", 2, 1)}}), r"config\.factors: .* 0 < low < high"),
     (one_level({"seed": ("list", 1, 2)}), "expected seed to be left to the comparison"),
