@@ -20,8 +20,10 @@ from adder_flax.attention._curvature import KEY_BIASED, TEMPERED, captures, tap_
 from adder_flax.attention._registry import Score, get_score, masked_softmax
 from adder_flax.attention.checks import (
     check_dropout,
+    check_floating,
     check_own_keys,
     check_shapes,
+    check_temperature,
     identity_map,
     mask_of_pairs,
     own_values,
@@ -130,20 +132,14 @@ def attend(
     check_own_keys(shape, identity, is_causal, query_position)
     bias, mask = total_bias(bias, key_bias, shape), mask_of_pairs(mask, shape)
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(
-            f"expected query, key and value of a floating dtype, got {jnp.dtype(dtype)}; convert "
-            "them with .astype(jnp.float32)."
-        )
+    check_floating(dtype)
     query, key, value = (x.astype(dtype) for x in (query, key, value))
     rate = 0.0 if deterministic else dropout_rate
     check_dropout(rate, dropout_rng)
     arrays = {name: array for name, array in (parameters or {}).items() if array is not None}
     raw_scores = functools.partial(contract.raw_scores, options=score_options)
-    if isinstance(temperature, int | float) and temperature <= 0:
-        raise ValueError(
-            f"expected a positive temperature, got {temperature}; 1.0 leaves the scores alone."
-        )
+    if isinstance(temperature, int | float):
+        check_temperature(temperature)
     factor = _per_head(resolve_scale(contract, scale, key.shape[-1])) / _per_head(temperature)
     cooling = 1.0 if log_temperature is None else _per_head(jnp.exp(-log_temperature))
     if is_causal and query_position is not None:
@@ -243,7 +239,7 @@ def _said_by_flax(query: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     means: dict[str, Any] = {}
     mask, bias = (options.get(name) for name in ("mask", "bias"))
-    if isinstance(mask, Tracer) and jnp.issubdtype(mask.dtype, jnp.floating):
+    if isinstance(mask, Tracer) and mask.dtype != jnp.bool_:
         is_added = (mask < 0).any()
         poison = jnp.where(is_added, jnp.nan, 0.0)
         means |= dict(mask=(mask != 0) | is_added, bias=poison if bias is None else bias + poison)

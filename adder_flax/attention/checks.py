@@ -1,6 +1,8 @@
 """Checks that functions and modules share, each with one clear message; which keys a query sees."""
 
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from adder_flax import ops
@@ -40,6 +42,15 @@ def check_shapes(query: AnyArray, key: AnyArray, value: AnyArray) -> None:
         raise ValueError(
             f"expected the number of query heads to be a multiple of that of key heads, {shapes}; "
             "change one."
+        )
+
+
+def check_floating(dtype: DTypeLike) -> None:
+    """Refuses to compute in whole numbers, in which all weights of a map are 0 or 1."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"expected query, key and value of a floating dtype, got {jnp.dtype(dtype)}; convert "
+            "them with .astype(jnp.float32)."
         )
 
 
@@ -130,7 +141,8 @@ def check_own_keys(
 ) -> None:
     """Refuses what needs to know queries' own keys, as in self-attention, where they are not."""
     q_length, k_length = shape[-2:]
-    if isinstance(query_position, int) and query_position < 0:
+    known = isinstance(query_position, int | np.integer | np.ndarray)
+    if known and np.any(np.less(query_position, 0)):
         raise ValueError(
             f"expected a query_position of at least 0, got {query_position}; count from the "
             "first key."

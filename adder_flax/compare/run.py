@@ -25,6 +25,7 @@ from adder_flax.extras import needs
 from adder_flax.settings import Options
 from adder_flax.tasks import TASKS
 from adder_flax.training.processes import InterruptWatch
+from adder_flax.training.setup import load_split
 from adder_flax.training.workdir import HeldError, is_held, lock_workdir
 
 with needs("train"):
@@ -165,17 +166,18 @@ def _one_of_each_name(open_cells: Sequence[Cell]) -> Iterable[Cell]:
 
 
 def _check_cell(cell: Cell, test_split: str) -> None:
-    config = ConfigDict(cell.config.to_dict())
-    config.data.eval_split = test_split
     try:
-        run = training.build_run(config, load=load_once, teach=False)
+        run = training.build_run(cell.config, load=load_once, teach=False)
+        with training.user_errors():
+            test = load_split(load_once, run.settings, run.settings.data.name, test_split)
     except RunError as error:
         raise RunError(f"{cell.arm.name}: {error}") from error
-    if shared := data.shared_records(run.train_source, run.eval_source):
-        raise RunError(
-            f"expected config.base.data.eval_split to name records to test on, got {test_split!r}, "
-            f"of which {shared} are trained on; choose another split"
-        )
+    for source, used in ((run.train_source, "trained"), (run.eval_source, "tuned")):
+        if shared := data.shared_records(source, test):
+            raise RunError(
+                "expected config.base.data.eval_split to name records to test on, got "
+                f"{test_split!r}, of which {shared} are {used} on; choose another split"
+            )
 
 
 # For cells in turn: what the last ones read is not read again.

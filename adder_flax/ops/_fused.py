@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 from adder_flax.arrays import AnyArray
 from adder_flax.ops._arrays import accumulation_dtype, as_mask, sum_to, upcast
 from adder_flax.ops._backend import expected_platform
+from adder_flax.ops._functions import as_floating
 from adder_flax.ops._partition import vary_alike
 from adder_flax.settings import is_on
 
@@ -88,7 +89,8 @@ def fused_attention(
       key_block: keys in a block.
 
     Returns:
-      In the dtype of `value`; sums are accumulated in float32 (float64 for float64 inputs).
+      In the dtype of `value`, a floating one; sums are accumulated in float32 (float64 for float64
+      inputs).
 
     >>> from adder_flax import ops
     >>> x, v = jnp.array([[0.0, 0.0], [8.0, 9.0]]), jnp.array([[1.0], [3.0]])
@@ -104,6 +106,7 @@ def fused_attention(
             f"expected as many queries as keys for {what}; got {num_queries} and {num_keys}; pass "
             f"{fix}"
         )
+    (value,) = as_floating(value=value)
     drops = is_on(dropout_rate)
     if drops and dropout_key is None:
         raise ValueError(

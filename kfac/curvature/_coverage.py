@@ -243,28 +243,30 @@ def layers_of(taps: dict[str, Tap], params: PyTree, num_examples: int) -> Layers
 
 def leading_size(args: tuple, batch_size: int | None) -> int | None:
     """The number of examples, None where the arguments alone do not say it."""
+    if batch_size is not None:
+        return batch_size
     sizes = {leaf.shape[0] for leaf in jax.tree.leaves(args) if getattr(leaf, "shape", ())}
-    return batch_size or (next(iter(sizes)) if len(sizes) == 1 else None)
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def count_examples(args: tuple, batch_size: int | None, outputs: Any = None) -> int:
     """The leading size of outputs, if known, or of a loss function's arguments."""
-    found: dict[int, str] = {}  # leading size → the first array that has it
-    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
-        if shape := getattr(leaf, "shape", ()):
-            found.setdefault(shape[0], f"{tuple(shape)} at args{jax.tree_util.keystr(path)}")
-    known = [batch_size] if batch_size is not None else list(found)
+    known = leading_size(args, batch_size)
     if outputs is not None:
-        if len(known) == 1 and known[0] != outputs.shape[0]:
+        if known not in (None, outputs.shape[0]):
             raise ValueError(
-                f"expected outputs of shape (batch, *positions, classes) of {known[0]} examples, "
+                f"expected outputs of shape (batch, *positions, classes) of {known} examples, "
                 f"got {outputs.shape}; reshape them, as by outputs=lambda aux: aux.reshape(batch, "
                 "-1, classes), or pass batch_size= if that is the size of the batch."
             )
         return outputs.shape[0]
-    if len(known) != 1:
+    if known is None:
+        found: dict[int, str] = {}  # leading size → the first array that has it
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+            if shape := getattr(leaf, "shape", ()):
+                found.setdefault(shape[0], f"{tuple(shape)} at args{jax.tree_util.keystr(path)}")
         raise ValueError(
             "expected arrays whose first axes number the examples among the loss function's "
             f"arguments, got {'; '.join(found.values()) or 'none'}; pass batch_size=."
         )
-    return known[0]
+    return known

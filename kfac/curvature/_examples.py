@@ -42,13 +42,15 @@ def joined(places: Sequence[Place], wrong: set[str]) -> Place:
     """That of a value made from others element by element; adds to ``wrong`` what they refute."""
     found = [place for place in places if place != NOWHERE]
     certain = {place.axis for place in found if place.known and not place.taken}
+    if UNKNOWN in found and certain != {0}:
+        return UNKNOWN  # what is known may be no example: as many steps have a table as long
     if len(certain) == 1:
         (axis,) = certain
         for place in found:
             if place.taken and place.axis != axis:
                 wrong |= place.taken
         return Place(axis)
-    if not found or certain or UNKNOWN in found:
+    if not found or certain:
         return UNKNOWN if found else NOWHERE
     taken = [place for place in found if place.known]
     if len({place.axis for place in taken}) == 1 and SCATTERED not in found:

@@ -178,9 +178,7 @@ def value_grad_and_curvature(
         params = own_along(axes, params)
         size = leading_size(args, batch_size)
         if size is None and has_aux and (outputs is not None or fisher != "empirical"):
-            of_aux = outputs or (lambda aux: aux)
-            z = jax.eval_shape(lambda params: of_aux(loss_fn(params, *args)[1]), params)
-            size = z.shape[0] if getattr(z, "shape", ()) else None
+            size = _leading_size_of_outputs(loss_fn, params, args, outputs)
         taps = record_taps(loss_fn, params, args, size)
         slots = {name: tap.slot() for name, tap in taps.items() if tap.captured}
         inner = tapped(loss_fn, taps)
@@ -239,6 +237,14 @@ def value_grad_and_curvature(
         return ((loss, aux) if has_aux else loss), grads, found
 
     return function
+
+
+def _leading_size_of_outputs(
+    loss_fn: Callable, params: PyTree, args: tuple, outputs: Callable[[Any], Array] | None
+) -> int | None:
+    of_aux = outputs or (lambda aux: aux)
+    z = jax.eval_shape(lambda params: of_aux(loss_fn(params, *args)[1]), params)
+    return z.shape[0] if getattr(z, "shape", ()) else None
 
 
 def _checked_axes(axis_name: AxisName) -> tuple[str, ...]:

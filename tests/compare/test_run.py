@@ -105,6 +105,7 @@ def test_other_data_are_refused_where_cells_are_finished(comparison, monkeypatch
         ),
         ({"search": {"optimizer": {"name": ("list", "adamw", "adamv")}}, "trials": 4}, "'adamv'"),
         ({"base": {"data.eval_split": "train"}}, "got 'train', of which 1293 are trained on"),
+        ({"base": {"data.eval_split": "train[90%:]"}}, "of which 144 are tuned on"),
     ],
 )
 def test_what_would_stop_it_late_or_score_what_was_trained_on_is_refused(fields, message, tmp_path):

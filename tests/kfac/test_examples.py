@@ -135,6 +135,22 @@ def test_arguments_may_have_the_examples_second(steps):
                 assert [use.example_axis for use in block.uses] == [1]
 
 
+def test_a_table_as_long_as_the_batch_is_no_example():
+    """After what is not followed, here a gather, it would be the only sign of where they are."""
+
+    def loss_fn(p, x, table, labels):
+        picked = jnp.take_along_axis(x, jnp.argsort(x, 1), 1) * table[None, :, None]
+        logits = dense(p, "h", jnp.tanh(dense(p, "a", picked))).mean(1)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), logits
+
+    _, params, x, *_ = make(time_major)
+    function = kfac.value_grad_and_curvature(loss_fn, fisher="ggn", has_aux=True)
+    batch = x, jnp.linspace(0, 1, N), jnp.arange(N) % 3
+    _, _, curvature = function(params, *batch, key=jax.random.key(0))
+    for block in curvature.layers.blocks.values():
+        assert [use.example_axis for use in block.uses] == [0]
+
+
 class Tied(nnx.Module):
     def __init__(self):
         self.a, self.h = (nnx.Linear(2, 2, rngs=nnx.Rngs(seed)) for seed in (0, 1))

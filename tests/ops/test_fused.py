@@ -210,3 +210,9 @@ def test_errors_say_what_was_expected():
         ops.fused_attention(ops.l1_scores, x, y, y, dropout_rate=0.1)
     with pytest.raises(ValueError, match="key_block"):
         ops.fused_attention(ops.l1_scores, x, y, y, key_block=0)
+
+
+def test_values_in_whole_numbers_are_refused():
+    x = jnp.ones((1, 4, 3))
+    with pytest.raises(TypeError, match="expected `value` in bfloat16, .*; got int32"):
+        ops.fused_attention(ops.l1_scores, x, x, jnp.ones((1, 4, 2), jnp.int32))
