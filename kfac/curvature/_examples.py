@@ -27,6 +27,8 @@ class Place(NamedTuple):
 NOWHERE = Place(-1)  # the value depends on no example, or on all together
 SCATTERED = Place(-2)  # along an axis on which the rows of an example are not neighbours
 UNKNOWN = Place(-3)
+LOST = Place(-4)  # rows chosen by what was computed, as an expert gets them, until they are back
+_SUMMED = -5
 
 
 def place_of(array: Any, num_examples: int | None) -> Place:
@@ -41,6 +43,8 @@ def place_of(array: Any, num_examples: int | None) -> Place:
 def joined(places: Sequence[Place], wrong: set[str]) -> Place:
     """That of a value made from others element by element; adds to ``wrong`` what they refute."""
     found = [place for place in places if place != NOWHERE]
+    if LOST in found:
+        return LOST
     certain = {place.axis for place in found if place.known and not place.taken}
     if UNKNOWN in found and certain != {0}:
         return UNKNOWN  # what is known may be no example: as many steps have a table as long
@@ -76,7 +80,9 @@ def place_after(eqn: Any, places: Sequence[Place], num_examples: int | None, wro
     if name == "gather" and first == NOWHERE:
         return _looked_up(eqn, places[1])
     if any(place != NOWHERE for place in places[1:]):
-        return UNKNOWN
+        return _dealt(eqn, places, num_examples, wrong)
+    if first == LOST:
+        return LOST
     if not first.known:
         return first if name in _REDUCTIONS.split() else UNKNOWN
     axis = _MOVES.get(name, _nowhere_known)(eqn, first.axis, shape, num_examples)
@@ -91,7 +97,7 @@ def _product(eqn: Any, places: Sequence[Place], wrong: set[str]) -> Place:
     for place, along, together, size in zip(places, contracted, batch, sizes, strict=True):
         free = [axis for axis in range(size) if axis not in (*along, *together)]
         if place.axis in along:
-            after.append(Place(-4, place.taken))  # summed over
+            after.append(Place(_SUMMED, place.taken))
         elif place.axis in together:
             after.append(place._replace(axis=list(together).index(place.axis)))
         else:
@@ -99,14 +105,34 @@ def _product(eqn: Any, places: Sequence[Place], wrong: set[str]) -> Place:
                 place._replace(axis=start + free.index(place.axis)) if place.known else place
             )
         start += len(free)
-    summed = [place for place in after if place.axis == -4]
-    others = [place for place in after if place.axis != -4]
+    summed = [place for place in after if place.axis == _SUMMED]
+    others = [place for place in after if place.axis != _SUMMED]
     if len(summed) == 2:
         return NOWHERE
     if summed and summed[0].taken and others[0].known and not others[0].taken:
         wrong |= summed[0].taken
         return others[0]
     return UNKNOWN if summed else joined(others, wrong)
+
+
+def _dealt(eqn: Any, places: Sequence[Place], num_examples: int | None, wrong: set) -> Place:
+    """Where computed indices pick rows or place them; whose they are is known no more.
+
+    Not where they sort all examples, or where each example has its own.
+    """
+    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    if not name.startswith(("gather", "scatter")) or places[1] == NOWHERE:
+        return UNKNOWN
+    numbers = eqn.params["dimension_numbers"]
+    if name == "gather":
+        rows, kept = places[0], numbers.offset_dims
+        count = math.prod([size for axis, size in enumerate(shape) if axis not in kept])
+        along = rows.axis in numbers.start_index_map and (rows.taken or not places[1].known)
+    else:
+        rows, count = places[2], shape[0]
+        along = rows.known and places[0] == NOWHERE
+    wrong |= rows.taken if along else set()
+    return LOST if along and count != num_examples and not rows.taken else UNKNOWN
 
 
 def _looked_up(eqn: Any, indices: Place) -> Place:

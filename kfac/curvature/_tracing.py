@@ -24,6 +24,7 @@ from jax.extend import core
 from kfac._arrays import flatten
 from kfac.curvature._capture import Capture, Param, Tap, scan
 from kfac.curvature._examples import (
+    LOST,
     NOWHERE,
     SCATTERED,
     UNKNOWN,
@@ -167,7 +168,11 @@ def _with_examples(
     ):
         reasons.append("it takes or gives complex numbers")
     if key in calls.wrong:
-        reasons.append("it depends on no example, and its first axis does not number them")
+        reasons.append(
+            "it depends on no example or on all, and its first axis does not number them"
+        )
+    if place == LOST:
+        reasons.append("it gets rows by computed indices, which do not say whose they are")
     if place == SCATTERED or place.axis == len(tap.vmaps) + len(tap.y.shape) - 1:
         reasons.append("the rows of an example are not neighbours in its output; examples go first")
     axis = place.axis if place.known and not place.taken else None
@@ -355,8 +360,13 @@ def _marked(eqn: Any, inputs: list[_Node], scans: tuple, calls: Calls) -> list[_
     place, vmaps, shape = inputs[0].examples, eqn.params["vmaps"], eqn.outvars[0].aval.shape
     made = _moved_by([inputs[0].origin])
     calls.setdefault(key, []).append(Call(origins, scans, vmaps, place, made))
-    if place == NOWHERE:
-        place = UNKNOWN if vmaps or len(shape) < 2 else Place(0, frozenset({key}))
+    if place == NOWHERE and len(shape) > len(vmaps) + 1:
+        by_vmap = calls.num_examples in [size for size, _ in vmaps]
+        place = UNKNOWN if by_vmap else Place(len(vmaps), frozenset({key}))
+    elif place == NOWHERE:
+        place = UNKNOWN
+    elif place.taken:
+        place = place._replace(taken=place.taken | {key})
     return [_Node(None, inputs[0].marks | {key}, place)]
 
 

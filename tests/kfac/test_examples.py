@@ -35,6 +35,12 @@ def positions(p, x):
     return dense(p, "h", jnp.tanh(dense(p, "a", places)) * x.sum(-1, keepdims=True))
 
 
+def positions_in_two_layers(p, x):
+    places = jnp.linspace(-1, 1, 2 * x.shape[1]).reshape(-1, 2)
+    hidden = jnp.tanh(dense(p, "h", jnp.tanh(dense(p, "a", places))))
+    return hidden * x.sum(-1, keepdims=True)
+
+
 def over_positions(p, x):
     return dense(p, "h", jax.vmap(lambda u: jnp.tanh(dense(p, "a", u)), 1, 1)(x))
 
@@ -61,22 +67,93 @@ def queries(p, x):
     return jax.nn.softmax(scores).max(-1)[:, :3]
 
 
+# Two experts, which get some of the tokens each.
+
+
+def experts(p, rows):
+    return jax.vmap(lambda w, r: kfac.tap(kfac.Dense(), {"kernel": w}, r, path="a"))(
+        p["a"]["kernel"], rows
+    )
+
+
+def routed(x):
+    """Tokens, their scores, and of each which expert has it and in which row."""
+    tokens = x.reshape(-1, 2)
+    scores = jax.nn.softmax(tokens @ jnp.array([[1.0, -1.0], [0.5, 2.0]]))
+    own = jax.nn.one_hot(scores.argmax(-1), 2)
+    row = (((jnp.cumsum(own, 0) - 1) * own).sum(-1)).astype(int)
+    return tokens, scores, scores.argmax(-1), row
+
+
+def experts_choose(p, x):
+    tokens, scores, *_ = routed(x)
+    gates, chosen = jax.lax.top_k(scores.T, 2 * N)
+    given = gates[..., None] * experts(p, tokens[chosen])
+    mixed = jnp.zeros((len(tokens), 3)).at[chosen.reshape(-1)].add(given.reshape(-1, 3))
+    return dense(p, "h", mixed.reshape(N, -1, 3))
+
+
+def sorted_to_experts(p, x):
+    tokens, _, expert, _ = routed(x)
+    order = jnp.argsort(expert)
+    given = experts(p, tokens[order].reshape(2, -1, 2)).reshape(-1, 3)
+    return dense(p, "h", jnp.zeros_like(given).at[order].set(given).reshape(N, -1, 3))
+
+
+def written_to_experts(p, x):
+    tokens, _, expert, row = routed(x)
+    given = experts(p, jnp.zeros((2, 3 * N, 2)).at[expert, row].set(tokens))
+    return dense(p, "h", given[expert, row].reshape(N, -1, 3))
+
+
+def dealt_by_products(p, x):
+    tokens, scores, expert, row = routed(x)
+    dealt = jax.nn.one_hot(expert, 2)[:, :, None] * jax.nn.one_hot(row, 3 * N)[:, None]
+    given = jnp.tanh(experts(p, jnp.einsum("td,tec->ecd", tokens, dealt)))
+    mixed = jnp.einsum("eco,tec->to", given, dealt * scores[..., None])
+    return dense(p, "h", mixed.reshape(N, -1, 3))
+
+
+def dealt_and_looked_up(p, x):
+    tokens, _, expert, row = routed(x)
+    dealt = jax.nn.one_hot(expert, 2)[:, :, None] * jax.nn.one_hot(row, 3 * N)[:, None]
+    given = experts(p, jnp.einsum("td,tec->ecd", tokens, dealt))
+    return dense(p, "h", given[expert, row].reshape(N, -1, 3))
+
+
+def own_rows(p, x):
+    """Each example's own number, as of its last token, leaves the rows where they are."""
+    last = (x[..., 0] > -1).sum(1) - 1
+    return dense(p, "h", jnp.tanh(dense(p, "a", x))[jnp.arange(N), last])
+
+
+DEALT = "it gets rows by computed indices"
 NOT_NEIGHBOURS, NO_EXAMPLE = "rows of an example are not neighbours", "it depends on no example"
 NETWORKS = [
     (time_major, {}),
     (rows_of_all_at_each_time, {"a": NOT_NEIGHBOURS}),
     (two_views, {"a": NOT_NEIGHBOURS}),
     (positions, {"a": NO_EXAMPLE}),
+    (positions_in_two_layers, {"a": NO_EXAMPLE, "h": NO_EXAMPLE}),
     (over_positions, {}),
     (recurrent, {}),
     (recurrent_by_hand, {}),
     (queries, {"a": NO_EXAMPLE}),
+    (own_rows, {}),
+]
+WITH_EXPERTS = [
+    (experts_choose, {"a": DEALT}),
+    (sorted_to_experts, {"a": DEALT}),
+    (written_to_experts, {"a": DEALT}),
+    (dealt_by_products, {"a": NO_EXAMPLE}),
+    (dealt_and_looked_up, {"a": NO_EXAMPLE}),
 ]
 
 
 def make(network):
     rng = np.random.default_rng(0)
-    shapes = {"a": (2, 3), "h": (3, 3)}
+    of_experts = network in dict(WITH_EXPERTS)
+    shapes = {"a": (2, 2, 3) if of_experts else (2, 3), "h": (3, 3)}
     params = {name: {"kernel": jnp.asarray(rng.normal(size=s))} for name, s in shapes.items()}
     x = jnp.asarray(rng.normal(size=(N, 4, 2)))
     labels = jnp.asarray(rng.integers(0, 3, size=network(params, x).shape[:-1]))
@@ -90,7 +167,7 @@ def make(network):
 
 
 @pytest.mark.filterwarnings("ignore:kfac's layers cover")
-@pytest.mark.parametrize(("network", "refused"), NETWORKS)
+@pytest.mark.parametrize(("network", "refused"), NETWORKS + WITH_EXPERTS)
 def test_a_block_is_that_of_the_examples_or_there_is_none(network, refused):
     with jax.enable_x64(True):
         loss_fn, params, *batch, losses = make(network)
