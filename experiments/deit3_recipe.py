@@ -14,8 +14,9 @@ Others: --config=experiments/deit3_recipe.py:adder,base,folder (multiplicative, 
 tiny, small or base; a data set of images larger than 64 pixels). The paper has no tiny one: it is
 trained as the small one is.
 What differs from DeiT's code: the class token has a position of its own; the rate warms up from 0,
-not from 1e-6. Prototypes of adder layers have no weight decay, and LAMB takes their steps as they
-are.
+not from 1e-6, and moves at every step, there at every epoch, on a cosine that begins behind the
+warm-up, there at the first step. Prototypes of adder layers have no weight decay, and LAMB takes
+their steps as they are.
 """
 
 import ml_collections

@@ -15,7 +15,8 @@ tiny, small or base; a data set of images larger than 64 pixels). The defaults a
 framework where the paper has none.
 What differs from DeiT's code: the averaged weights, which are evaluated here and not there, forget
 faster at first, by min(0.99996, (1 + t)/(10 + t)) at step t; the rate warms up from 0, not from
-1e-6.
+1e-6, and moves at every step, there at every epoch, on a cosine that begins behind the warm-up,
+there at the first step.
 """
 
 import ml_collections

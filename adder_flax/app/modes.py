@@ -380,7 +380,7 @@ def export_c(config: Any, workdir: str | Path, weights: str) -> None:
 
 def _in_few_bits(run: training.Run, workdir: str | Path, weights: str) -> tuple[nnx.Module, str]:
     """Returns what ``--mode=quantize`` wrote, and in words what it is."""
-    like = run.model(training.evaluation_params(run.abstract_state))
+    like = run.model(jax.eval_shape(training.evaluation_params, run.abstract_state))
     with training.user_errors():
         model, header = interop.load_integers(
             like, _integers(workdir, weights), network=network_fields(run)

@@ -90,7 +90,8 @@ def classes_of(labels: Iterable[str]) -> list[str]:
     (['2', '10'], ['10', 'dog'])
     """
     found = set(labels)
-    return sorted(found, key=int if all(label.isdecimal() for label in found) else None)
+    numbers = all(label.isdecimal() for label in found)
+    return sorted(found, key=(lambda label: (int(label), label)) if numbers else None)
 
 
 class Place(NamedTuple):

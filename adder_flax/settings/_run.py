@@ -103,7 +103,7 @@ class RunSettings:
     )
     batch_size: int = setting(1024, "images of a step, of all devices together", ge=1, le=2**20)
     accumulation_steps: int = setting(
-        1, "parts of a batch, one after the other: less memory, the same result", ge=1, le=2**20
+        1, "parts of a batch, one after the other: less memory, the same gradient", ge=1, le=2**20
     )
     num_epochs: float = setting(300.0, "length of the training", data=True, gt=0, le=1e6)
     ema_decay: float = setting(

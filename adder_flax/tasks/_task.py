@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from flax import nnx
+from flax.core import DenyList
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import kfac
@@ -40,17 +41,38 @@ class Outcome(NamedTuple):
     model_state: Any = None
 
 
-def call_to_train(call: Callable[..., Any], *inputs: Any, rngs: nnx.Rngs) -> Any:
-    """Calls a model, or its method, with ``deterministic=False`` and ``rngs``, if it takes them.
+# What Flax models call the mode that they are in, and its value in training.
+_MODES = {"deterministic": False, "use_running_average": False}
+_MODES |= dict.fromkeys(("train", "training", "is_training"), True)
 
-    Layers of Flax that a model does not tell, as ``nnx.BatchNorm``, are in training mode already.
+
+def call_to_train(call: Callable[..., Any], *inputs: Any, rngs: nnx.Rngs) -> Any:
+    """Calls a model, or its method, in training mode and with ``rngs``, as far as it takes these.
+
+    The mode is ``deterministic=False``, ``use_running_average=False``, ``train=True``,
+    ``training=True`` or ``is_training=True``. Layers of Flax that a model does not tell, as
+    ``nnx.BatchNorm``, are in training mode already.
+
+    Raises:
+      ValueError: the model is in training mode when it is not told, as it would be evaluated.
     """
-    known = inspect.signature(call).parameters
-    told = {"deterministic": False, "rngs": rngs}
+    told: dict[str, Any] = {}
+    if isinstance(call, nnx.bridge.ToNNX):
+        told = {"rngs": rngs, "mutable": DenyList(("params", "intermediates"))}
+        known = inspect.signature(call.to_nnx__module.__call__).parameters
+    else:
+        known = inspect.signature(call).parameters
     # What hands any keyword on takes both; layers of nnx.Sequential, which names rngs, need not.
     if "rngs" not in known and any(p.kind is p.VAR_KEYWORD for p in known.values()):
-        return call(*inputs, **told)
-    return call(*inputs, **{name: value for name, value in told.items() if name in known})
+        return call(*inputs, deterministic=False, rngs=rngs, **told)
+    for name, value in _MODES.items():
+        if name in known and known[name].default is value:
+            raise ValueError(
+                f"expected a model that is evaluated when it is not told, got {name}={value} by "
+                f"default; give {name} the default {not value}"
+            )
+    told |= {name: value for name, value in (_MODES | {"rngs": rngs}).items() if name in known}
+    return call(*inputs, **told)
 
 
 class Best(NamedTuple):

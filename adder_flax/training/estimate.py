@@ -1,6 +1,7 @@
 """What a run will take, known before it starts: its step is compiled for a topology and not run."""
 
 import dataclasses
+import inspect
 import math
 import re
 import time
@@ -124,7 +125,7 @@ def advise(run: Run, estimated: Estimate) -> list[str]:
         parts = next(n for n in range(2, per_device + 1) if per_device % n == 0)
         for_activations.append(
             f"--config.accumulation_steps={parts * config.accumulation_steps}: {at_once // parts} "
-            f"{run.task.unit} at a time instead of {at_once}, the same result"
+            f"{run.task.unit} at a time instead of {at_once}, the same gradient"
         )
     if getattr(run.settings.model, "dtype", "") == "float32":
         for_activations.append("--config.model.dtype=bfloat16: activations half as large")
@@ -143,7 +144,8 @@ def step_operations(run: Run) -> Operations:
         run.train_step, run.abstract_state, abstract_batch(run), run.abstract_hyper
     )
     model = run.model(run.abstract_state["params"])
-    stages = getattr(model, "stages", list)()
+    stages: Any = getattr(model, "stages", None)
+    stages = stages() if inspect.ismethod(stages) else ()  # which other models call their layers
     if not stages:
         return whole
     counts: dict[tuple[str, str], float] = dict(whole.counts)

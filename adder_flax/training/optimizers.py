@@ -347,7 +347,8 @@ def learning_rate(
     return jnp.where(step < warmup_steps, rising, falling)
 
 
-_FIRST = ("patch_embed", "cls_token", "dist_token", "reg_token", "pos_embed")
+_FIRST = ("patch_embed", "stem", "cls_token", "dist_token", "reg_token", "pos_embed")
+_LAST = ("norm", "fc_norm", "head", "head_dist")
 _BLOCK = re.compile(r"blocks\.(\d+)")
 
 
@@ -369,6 +370,12 @@ def rate_factors(params: Any, settings: OptimizerSettings) -> Any:
             "expected a model with blocks for config.optimizer.layer_decay, got "
             f"{', '.join(paths[:3])} and more; set it to 1.0"
         )
+    known = ("blocks", *_FIRST, *_LAST)
+    if settings.layer_decay != 1 and (odd := {path.split(".")[0] for path in paths} - {*known}):
+        raise RunError(
+            f"expected a model made of {', '.join(known)} for config.optimizer.layer_decay, got "
+            f"{', '.join(sorted(odd))}, whose depth that does not say; set it to 1.0"
+        )
     frozen = [name.strip() for name in settings.freeze.split(",") if name.strip()]
     for name in frozen:
         if not any(_is_in(path, name) for path in paths):
@@ -386,7 +393,7 @@ def rate_factors(params: Any, settings: OptimizerSettings) -> Any:
         if block := _BLOCK.match(name):
             layer = int(block[1]) + 1
         else:
-            layer = 0 if name.startswith(_FIRST) else last - _is_in(name, "norm")
+            layer = 0 if name.split(".")[0] in _FIRST else last - _is_in(name, "norm")
         return float(settings.layer_decay) ** (last - layer)
 
     return jax.tree_util.tree_map_with_path(factor, params)

@@ -113,7 +113,14 @@ class Program:
         keys = itertools.repeat(jax.random.key(0))
         build = functools.partial(self.build_model, numbers)
         model = jax.eval_shape(lambda: nnx.split(_built_from(build, keys)))
-        self.facts = parameter_facts(nnx.merge(*model))
+        merged = nnx.merge(*model)
+        if numbers["model"] and not hasattr(merged, "set_data"):
+            raise RunError(
+                f"expected a method set_data of {type(merged).__name__}, whose settings declare "
+                f"{', '.join(sorted(numbers['model']))} with data=, got none: runs would share the "
+                "first one's numbers; add it, or declare them without data="
+            )
+        self.facts = parameter_facts(merged)
         self.skeleton, variables = step.take_apart(model)
         # Once, and only for those who ask: finding layers traces the loss.
         self._find_layers = functools.cache(functools.partial(self._layers, numbers, variables))

@@ -218,6 +218,13 @@ def _normalized(source: data.Source, settings: DataSettings) -> data.Source:
     if not settings.mean:
         return source
     source = copy.copy(data.require_kind(data.ImageSource, source, "config.data.mean"))
+    channels = source.image_shape[2]
+    most = channels if channels > 1 else 3  # grey images have the average of colours'
+    if len(settings.mean) not in (1, most):
+        raise RunError(
+            f"expected 1 or {most} numbers in config.data.mean, of images of shape "
+            f"{source.image_shape}, got {len(settings.mean)}; correct it"
+        )
     source.statistics = settings.mean, settings.std
     return source
 

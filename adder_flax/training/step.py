@@ -119,6 +119,7 @@ def make_train_step(
         together = curved and optimizer.stride == 1 and optimizer.interval == 1
         first = gradient_and_curvature if together else gradient
         (loss, metrics, grads), model_state = _mean(gradient, *microbatches, first)
+        grads = optax.tree.cast_like(grads, params)
         if not together:
 
             def value(params: Any) -> Array:
@@ -212,12 +213,12 @@ def _mean(
 
     def weighted(part: Callable, carried: Any, x: Any) -> tuple[Any, Any]:
         means, outcome = part(*x, carried)
-        weights, new = outcome.weights, outcome.model_state
-        if weights is None:  # every microbatch has as many examples
-            return (means, None), new
-        weight = weights[1] if isinstance(weights, tuple) else weights.sum(dtype=jnp.float32)
-        weight = jnp.asarray(weight, jnp.float32)
-        return (jax.tree.map(lambda mean: mean * weight, means), weight), new
+        weights, weight = outcome.weights, jnp.float32(1)  # every microbatch has as many examples
+        if weights is not None:
+            weight = weights[1] if isinstance(weights, tuple) else weights.sum(dtype=jnp.float32)
+            weight = jnp.asarray(weight, jnp.float32)
+        # The product is wide: in bfloat16 a sum of equal terms stops growing after 256 of them.
+        return (jax.tree.map(lambda mean: mean * weight, means), weight), outcome.model_state
 
     def body(total_and_carried: Any, x: Any) -> tuple[Any, None]:
         total, carried = total_and_carried
@@ -234,7 +235,7 @@ def _mean(
         total, carried = weighted(first, carried, _first(xs))
         xs = jax.tree.map(lambda x: x[1:], xs)
     ((means, weight), carried), _ = jax.lax.scan(body, (total, carried), xs)
-    return jax.tree.map(lambda x: x / (count if weight is None else weight), means), carried
+    return jax.tree.map(lambda x: x / jnp.where(weight > 0, weight, 1), means), carried
 
 
 def _microbatches(batch: Any, count: int) -> Any:
@@ -263,7 +264,7 @@ def _moved(new: Any, average: Any, share: Array) -> Any:
     def move(new: Array, average: Array) -> Array:
         if not jnp.issubdtype(new.dtype, jnp.floating):
             return new
-        return optax.incremental_update(new, average, share).astype(new.dtype)
+        return optax.incremental_update(new, average, share).astype(average.dtype)
 
     return jax.tree.map(move, new, average)
 
@@ -289,19 +290,31 @@ def init_state(
             "config.ema_decay: expected 0 with an optimizer that averages the parameters itself; "
             "set --config.ema_decay=0"
         )
-    if ema or averages:
+    if averages:
         state["ema_params"] = jax.tree.map(jnp.copy, params)
     if model_state:
         state["model_state"] = model_state
-        if ema:
-            state["ema_model_state"] = jax.tree.map(jnp.copy, model_state)
+    if ema:
+        # Wide: shares of a narrow average are below its rounding, and it would stand still.
+        for name in {"params", "model_state"} & state.keys():
+            state[f"ema_{name}"] = jax.tree.map(_widened, state[name])
     return state
+
+
+def _widened(array: Array) -> Array:
+    is_float = jnp.issubdtype(array.dtype, jnp.floating)
+    return jnp.array(array, jnp.promote_types(array.dtype, jnp.float32) if is_float else None)
 
 
 def evaluation_params(state: State) -> Any:
     """What evaluation uses: parameters, and what else the model carries, as averaged."""
-    params = state.get("ema_params", state["params"])
-    return joined(params, state.get("ema_model_state", state.get("model_state")))
+
+    def averaged(name: str) -> Any:
+        own = state.get(name)
+        cast = lambda average, like: jax.lax.convert_element_type(average, like.dtype)
+        return jax.tree.map(cast, state[f"ema_{name}"], own) if f"ema_{name}" in state else own
+
+    return joined(averaged("params"), averaged("model_state"))
 
 
 def make_loss_fn(

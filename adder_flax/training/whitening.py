@@ -59,7 +59,9 @@ def scale_by_soap(
     iteration from the old, in the order of their eigenvalues.
     """
 
-    def later(count: Array, gradient: Array, kept: Whitening) -> tuple[Array, Whitening]:
+    def later(
+        count: Array, gradient: Array, kept: Whitening, b1: Array, b2: Array, eps: Array
+    ) -> tuple[Array, Whitening]:
         left, right = kept.bases
         mean = _mix(kept.mean, gradient, b1)
         squares = _mix(kept.scales, (left.T @ gradient @ right) ** 2, b2)
@@ -78,12 +80,12 @@ def scale_by_soap(
         bases, squares = jax.lax.cond(count % interval == 0, renew, lambda: (kept.bases, squares))
         return update, Whitening(mean, factors, bases, squares)
 
-    def first(gradient: Array) -> Whitening:
+    def first(gradient: Array, b2: Array) -> Whitening:
         factors = ((1 - b2) * (gradient @ gradient.T), (1 - b2) * (gradient.T @ gradient))
         zeros = jnp.zeros_like(gradient)
         return Whitening(zeros, factors, _eigenvectors(factors), zeros)
 
-    return _stage(first, later)
+    return _stage(first, later, b1, b2, eps)
 
 
 def scale_by_kl_shampoo(
@@ -102,7 +104,9 @@ def scale_by_kl_shampoo(
     squares are numbers, the steps are the same.
     """
 
-    def later(count: Array, gradient: Array, kept: Whitening) -> tuple[Array, Whitening]:
+    def later(
+        count: Array, gradient: Array, kept: Whitening, b1: Array, b2: Array, eps: Array
+    ) -> tuple[Array, Whitening]:
         left, right = kept.bases
         began = (_begin(kept.scales[0], gradient), _begin(kept.scales[1], gradient))
         # A layer without a gradient so far has eigenvalues of 0.
@@ -127,19 +131,27 @@ def scale_by_kl_shampoo(
         )
         return update, Whitening(mean, factors, bases, scales)
 
-    def first(gradient: Array) -> Whitening:
+    def first(gradient: Array, b2: Array) -> Whitening:
         m, n = gradient.shape
         share = 1 - b2
         factors = (share * (gradient @ gradient.T / n), share * (gradient.T @ gradient / m))
         scales = tuple(_begin(jnp.zeros(side, gradient.dtype), gradient) for side in (m, n))
         return Whitening(jnp.zeros_like(gradient), factors, _eigenvectors(factors), scales)
 
-    return _stage(first, later)
+    return _stage(first, later, b1, b2, eps)
 
 
-def _stage(first: Callable[[Array], Whitening], later: Callable) -> optax.GradientTransformation:
+def _stage(
+    first: Callable[[Array, Array], Whitening], later: Callable, *numbers: float | Array
+) -> optax.GradientTransformation:
+    """Of b1, b2 and ε as arrays of the gradient's dtype: else they may widen what is kept."""
+
+    def begun(gradient: Array) -> Whitening:
+        b2 = jnp.asarray(numbers[1], gradient.dtype)
+        return _stacked(lambda g: first(g, b2))(gradient)
+
     def init(params: Any) -> WhiteningState:
-        begin = lambda parameter: jax.tree.map(jnp.zeros_like, _stacked(first)(_wide(parameter)))
+        begin = lambda parameter: jax.tree.map(jnp.zeros_like, begun(_wide(parameter)))
         return WhiteningState(jnp.zeros((), jnp.int32), jax.tree.map(begin, params))
 
     def update(
@@ -147,10 +159,11 @@ def _stage(first: Callable[[Array], Whitening], later: Callable) -> optax.Gradie
     ) -> tuple[Any, WhiteningState]:
         def of_one(gradient: Array, kept: Whitening) -> tuple[Array, Whitening]:
             wide = _wide(gradient)
+            typed = [jnp.asarray(number, wide.dtype) for number in numbers]
             result, new = jax.lax.cond(
                 state.count == 0,
-                lambda: (jnp.zeros_like(wide), _stacked(first)(wide)),
-                lambda: _stacked(lambda g, k: later(state.count, g, k))(wide, kept),
+                lambda: (jnp.zeros_like(wide), begun(wide)),
+                lambda: _stacked(lambda g, k: later(state.count, g, k, *typed))(wide, kept),
             )
             return result.astype(gradient.dtype), new
 

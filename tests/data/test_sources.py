@@ -4,6 +4,7 @@ import functools
 import io
 import os
 import shutil
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from adder_flax.data import (
     register_source,
 )
 from adder_flax.data._built_in import FakeSource, stratified_test_mask
+from adder_flax.data._folder import classes_of
 from adder_flax.data._images import (
     decode_and_center_crop,
     decode_and_random_crop,
@@ -394,3 +396,9 @@ def test_the_first_readable_records(image_folder, load_folder):
         path.write_bytes(b"no image")
     with pytest.raises(DataError, match="a readable record in folder/train, got none"):
         load_folder(on_unreadable="skip").first(4)
+
+
+def test_the_order_of_classes_is_that_of_their_labels_alone():
+    """Two may be one number; the order of a set of strings differs from process to process."""
+    for labels in permutations(["1", "01", "2", "001"]):
+        assert classes_of(labels) == ["001", "01", "1", "2"]

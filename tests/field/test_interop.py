@@ -275,6 +275,12 @@ def test_mean_and_deviation_are_settings_of_the_data():
     np.testing.assert_allclose([task.data_facts.mean, task.data_facts.std], [(0.4,), (0.3,)])
     (inputs,) = task.inputs({"image": np.full((1, 8, 8, 1), 51, np.uint8)})
     np.testing.assert_allclose(inputs, (0.2 - 0.4) / 0.3, rtol=1e-6)
+    config.data.mean, config.data.std = "0.5,0.4", "0.2,0.3"
+    with pytest.raises(
+        training.RunError, match="expected 1 or 3 numbers in config.data.mean, .* got 2"
+    ):
+        training.build_run(config)
+    config.data.mean = "0.5,0.4,0.3"
     for std, message in (("0.2", "a number for each of"), ("0.2,0.2,0", "up to 4 with commas")):
         config.data.std = std
         with pytest.raises(training.RunError, match=f"data.std: expected {message}"):

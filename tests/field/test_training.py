@@ -24,6 +24,7 @@ from adder_flax.models import MODELS, register_model
 from adder_flax.settings import MODEL_SETTINGS, ClassificationSettings, defaults, setting
 from adder_flax.tasks import Classification, Outcome
 from adder_flax.training import evaluation_params, make_eval_step, make_train_step
+from adder_flax.training.estimate import step_operations
 from adder_flax.training.optimizers import CurvatureOptimizer, find_layers
 from adder_flax.training.program import _built_from
 from adder_flax.training.step import Parts, init_state, joined, make_loss_fn, take_apart
@@ -441,6 +442,31 @@ def test_streams_that_a_model_keeps_draw_by_the_step_s_key():
     same_bits(drawn[0], drawn[2])
     twice = skeleton.merge(variables, jax.random.key(0))
     assert (said(twice) != said(twice)).all()
+
+
+@dataclasses.dataclass(frozen=True)
+class RateSettings:
+    name: str = setting("field_net", "the model")
+    rate: float = setting(0.3, "of dropout", data="if on")
+
+
+def test_a_number_of_the_compiled_step_needs_a_model_that_takes_it(net_config):
+    """Else all runs of a process would have the first one's."""
+    register_model("of_rates", RateSettings)(MODELS.get("field_net"))
+    net_config.model = ConfigDict(defaults(RateSettings) | {"name": "of_rates"})
+    with pytest.raises(training.RunError, match="set_data of Net, whose settings declare rate"):
+        training.build_run(net_config)
+
+
+def test_layers_may_be_called_stages(net_config):
+    def build(settings, example, *, rngs):
+        net = MODELS.get("field_net")(settings, example, rngs=rngs)
+        net.stages = nnx.List([])
+        return net
+
+    register_model("staged", NetSettings)(build)
+    net_config.model.name = "staged"
+    assert step_operations(training.build_run(net_config)).multiplications > 0
 
 
 class Normed(nnx.Module):

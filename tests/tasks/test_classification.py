@@ -1,11 +1,11 @@
 """Classification: both losses against their formulas, and what second-order optimizers take for
 their curvature."""
 
-import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
 from ml_collections import ConfigDict
 
 from adder_flax.experiments import common
@@ -69,6 +69,52 @@ def test_a_model_that_hands_on_what_it_is_called_with_trains():
     assert call_to_train(hands_on, None, rngs=rngs) == {"deterministic": False, "rngs": rngs}
     layers = nnx.Sequential(nnx.Linear(2, 2, rngs=rngs), nnx.Dropout(0.5))
     assert (call_to_train(layers, jnp.ones((9, 2)), rngs=rngs) == 0).any()
+
+
+class Told(nnx.Module):
+    """A model that has to be told that it trains, under one of the names that Flax code has."""
+
+    def __init__(self):
+        self.norm, self.dropout = nnx.BatchNorm(2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5)
+
+    def _call(self, x, trains, rngs):
+        normed = self.norm(x, use_running_average=not trains)
+        return self.dropout(normed, deterministic=not trains, rngs=rngs)
+
+
+class Train(Told):
+    def __call__(self, x, train=False, rngs=None):
+        return self._call(x, train, rngs)
+
+
+class IsTraining(Told):
+    def __call__(self, x, *, rngs=None, is_training: bool):
+        return self._call(x, is_training, rngs)
+
+
+class OfLinen(linen.Module):
+    @linen.compact
+    def __call__(self, x, training: bool = False):
+        x = linen.BatchNorm(use_running_average=not training)(x)
+        return linen.Dropout(0.5, deterministic=not training)(x)
+
+
+def bridged():
+    return nnx.bridge.ToNNX(OfLinen(), rngs=nnx.Rngs(0)).lazy_init(jnp.ones((1, 2)))
+
+
+@pytest.mark.parametrize("make", [Train, IsTraining, bridged])
+def test_a_model_is_told_that_it_trains_by_the_name_that_it_has_for_it(make):
+    model, x = make(), jax.random.normal(jax.random.key(0), (9, 2)) + 3
+    output = call_to_train(model, x, rngs=nnx.Rngs(dropout=1))
+    assert 0 < (output == 0).sum() < output.size
+    means = [leaf for leaf in jax.tree.leaves(nnx.state(model, nnx.BatchStat)) if leaf[0] != 0]
+    np.testing.assert_allclose(means[0], 0.01 * x.mean(0), rtol=1e-5)
+
+
+def test_a_model_that_trains_when_it_is_not_told_is_refused():
+    with pytest.raises(ValueError, match="got train=True by default; give train the default False"):
+        call_to_train(lambda x, train=True: x, None, rngs=nnx.Rngs(0))
 
 
 def test_smoothing_and_a_teacher_are_refused_with_the_sigmoid_loss():

@@ -14,7 +14,7 @@ from adder_flax.data import load_source
 from adder_flax.errors import RunError
 from adder_flax.layers import AdderLinear, Linear
 from adder_flax.parameters import Axis, Facts, parameter_facts
-from adder_flax.settings import RunSettings, read
+from adder_flax.settings import OptimizerSettings, RunSettings, read
 from adder_flax.tasks import Outcome
 from adder_flax.training import build_run, optimizers, scale_by_adder_rate
 from adder_flax.training.step import Parts, init_state, make_train_step
@@ -347,6 +347,17 @@ def test_whitened_steps_against_numpy(stage, in_numpy):
         jax.tree.map(close, updates, {"one": expected[step, 0], "two": expected[step]})
 
 
+@pytest.mark.parametrize("stage", [scale_by_soap, scale_by_kl_shampoo])
+def test_wide_numbers_do_not_widen_what_is_kept(stage):
+    with jax.enable_x64(True):
+        transform = stage(*jnp.array([0.9, 0.98, 1e-8]), 2)
+        gradient = jnp.ones((4, 3), jnp.float32)
+        state = transform.init(gradient)
+        for _ in range(3):
+            update, state = transform.update(gradient, state)
+    assert {leaf.dtype for leaf in jax.tree.leaves((update, state.matrices))} == {np.dtype("float32")}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [scale_by_soap, scale_by_kl_shampoo])
 @pytest.mark.parametrize("scale", [1e-12, 1e-5, 1e5])
@@ -363,3 +374,11 @@ def test_whitened_steps_do_not_depend_on_the_scale_of_gradients(stage, scale):
             )
         assert 0.1 < np.abs(plain).max() < 10
         np.testing.assert_allclose(scaled, plain, rtol=1e-6)
+
+
+def test_layer_decay_knows_what_comes_first_or_says_that_it_does_not():
+    settings = OptimizerSettings(layer_decay=0.5)
+    found = optimizers.rate_factors({"stem": 1, "blocks": {"0": 1}, "norm": 1, "head": 1}, settings)
+    assert found == {"stem": 0.25, "blocks": {"0": 0.5}, "norm": 0.5, "head": 1.0}
+    with pytest.raises(RunError, match="got embed, whose depth"):
+        optimizers.rate_factors({"embed": 1, "blocks": {"0": 1}, "head": 1}, settings)

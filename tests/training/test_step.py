@@ -7,8 +7,9 @@ import optax
 import pytest
 from flax import nnx
 
-from adder_flax.tasks import Classification, ImageFacts
+from adder_flax.tasks import Classification, ImageFacts, Outcome
 from adder_flax.training.optimizers import CurvatureOptimizer
+from adder_flax.training.step import _mean, evaluation_params
 from tests.training.pieces import BATCH, make_step
 
 
@@ -66,11 +67,31 @@ def test_each_microbatch_drops_features_of_its_own(optimizer):
     assert moved.any(axis=1).all()
 
 
-def test_the_average_of_narrow_parameters_is_as_narrow():
-    _, step, state = make_step(optax.sgd(0.1), Classifier(dtype=jnp.bfloat16), ema_decay=0.3)
-    new, _ = step(state, BATCH)
-    dtypes = [leaf.dtype for leaf in jax.tree.leaves((state["ema_params"], new["ema_params"]))]
-    assert dtypes == [jnp.bfloat16] * 4
+def test_the_average_of_narrow_parameters_moves_by_less_than_they_can():
+    _, step, state = make_step(optax.sgd(0.0), Classifier(dtype=jnp.bfloat16), ema_decay=0.999)
+    state["step"] = jnp.int32(100_000)
+    state["params"] = jax.tree.map(jnp.ones_like, state["params"])
+    state["ema_params"] = jax.tree.map(jnp.zeros_like, state["ema_params"])
+    for _ in range(3):
+        state, _ = step(state, BATCH)
+    for leaf in jax.tree.leaves(state["ema_params"]):
+        np.testing.assert_allclose(leaf, 1 - 0.999**3, rtol=1e-4)
+    evaluated = jax.tree.leaves(evaluation_params(state))
+    assert {leaf.dtype for leaf in evaluated} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_gradients_of_narrow_parameters_are_summed_in_float32():
+    """1,024 equal ones: in bfloat16 their sum stops at 256."""
+    outcome = Outcome(jnp.float32(0), jnp.zeros(()), {}, model_state={})
+    part = lambda *_: ({"g": jnp.bfloat16(1)}, outcome)
+    means, _ = _mean(part, jnp.zeros(1024), jax.random.key(0), {}, 1024)
+    assert means["g"] == 1
+
+
+def test_a_batch_without_weight_has_a_loss_of_zero_in_parts_too():
+    outcome = Outcome(jnp.float32(0), jnp.zeros(()), {}, jnp.zeros(2), {})
+    means, _ = _mean(lambda *_: (jnp.zeros(3), outcome), jnp.zeros(4), jax.random.key(0), {}, 2)
+    assert not means.any()
 
 
 _GOOD = {**BATCH, "image": np.minimum(BATCH["image"], 254)}
