@@ -37,11 +37,14 @@ class Facts:
         taken; ``"other"``: biases, norms, embeddings, and all else.
       decay: whether weight decay shrinks it.
       axes: one entry for each axis that may be split, by position.
+      matrix: how many of its last axes are inputs and how many outputs of the matrix that it is; in
+        front of them a stack of such, as one for each head.
     """
 
     role: str = "other"
     decay: bool = False
     axes: tuple[Axis | None, ...] = ()
+    matrix: tuple[int, int] = (1, 1)
 
 
 def state_facts(parameter: Parameter, *, role: str, decay: bool) -> Parameter:
@@ -104,6 +107,10 @@ def parameter_facts(model: nnx.Module) -> dict[str, Any]:
         path: parameter.get_metadata(_FACTS, None) or _default(path[-1], len(parameter.shape))
         for path, parameter in nnx.to_flat_state(state)
     }
+    for path, module in nnx.iter_modules(model):
+        kernel = (*path, "kernel")
+        if kernel in facts and (matrix := _matrix_of(module)):
+            facts[kernel] = dataclasses.replace(facts[kernel], matrix=matrix)
     # In the order of the parameters, so that both trees have one structure.
     return jax.tree_util.tree_map_with_path(
         lambda path, _: facts[tuple(key.key for key in path)], nnx.to_pure_dict(state)
@@ -118,3 +125,12 @@ def has_prototypes(model: nnx.Module) -> bool:
 def _default(name: Any, num_axes: int) -> Facts:
     is_weight = str(name).endswith("kernel") and num_axes >= 2
     return Facts("weight" if is_weight else "other", decay=is_weight)
+
+
+def _matrix_of(module: nnx.Module) -> tuple[int, int] | None:
+    """Inputs and outputs among the axes of the kernel of one of Flax's layers that has several."""
+    if isinstance(module, nnx.Conv | nnx.ConvTranspose):
+        return len(module.kernel_size) + 1, 1
+    if isinstance(module, nnx.LinearGeneral):
+        return len(module.axis), len(module.out_features)
+    return None

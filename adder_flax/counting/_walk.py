@@ -251,9 +251,12 @@ def _l1_distances(jaxpr: Any) -> dict[int, tuple]:
     producer = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
 
     def source(equation: Any, name: str) -> Any:
-        """The equation of that name whose result is the first operand, if it is one."""
-        operand = None if equation is None else equation.invars[0]
-        made = None if operand is None or _is_literal(operand) else producer.get(operand)
+        """The equation of that name whose result, perhaps converted, is the first operand."""
+        made, passed = equation, True
+        while passed:
+            operand = None if made is None else made.invars[0]
+            made = None if operand is None or _is_literal(operand) else producer.get(operand)
+            passed = made is not None and made.primitive.name == "convert_element_type"
         return made if made is not None and made.primitive.name == name else None
 
     sums = (equation for equation in jaxpr.eqns if equation.primitive.name == "reduce_sum")

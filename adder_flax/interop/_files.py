@@ -23,6 +23,7 @@ from adder_flax.interop._network import (
     Statistics,
     as_metadata,
     check_network,
+    check_scores,
     image_statistics,
     read_network,
 )
@@ -212,7 +213,9 @@ def _read(model: VisionTransformer, path: str | Path) -> tuple[dict[str, np.ndar
         arrays = {name: weights.read(name) for name in match.arrays}
         like = "torch" if names in ("hugging_face", "transformers_5") else "timm"
         found = match.parameters(arrays, grids=(grid, model.grid), like=like)
-        if names != "adder_flax":
+        if names == "adder_flax":
+            check_scores(model, weights)
+        else:
             found |= _with_own_scores(model, found)
         as_type = lambda name, array: _as_type(array, params[name].dtype, match.places[name].name)
         converted = {name: as_type(name, array) for name, array in found.items()}

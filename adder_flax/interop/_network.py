@@ -12,7 +12,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from adder_flax.attention import get_score, resolve_scale
 from adder_flax.interop._safetensors import Weights, read_json
+from adder_flax.layers import Block
 from adder_flax.models import Grid, VisionTransformer
 from adder_flax.text import printable
 
@@ -20,6 +22,7 @@ METADATA = "adder_flax.network"
 """Name of the entry that tells of the network, in the header of this project's files or in a
 ``config.json`` beside others."""
 _IMAGES = "adder_flax.images"
+_SCORES = "adder_flax.scores"
 
 _BESIDE = "config.json"
 _MOST_ROWS = 1024
@@ -75,9 +78,47 @@ def network_of(model: VisionTransformer) -> Network:
 def as_metadata(model: VisionTransformer, statistics: Statistics | None) -> dict[str, str]:
     """Returns the entries of a file's header that tell the facts of a model and of its images."""
     entries = {METADATA: json.dumps(network_of(model)._asdict())}
+    entries[_SCORES] = json.dumps(_scores_of(model))
     if statistics is not None:
         entries[_IMAGES] = json.dumps(dict(zip(("mean", "std"), statistics, strict=True)))
     return entries
+
+
+def _scores_of(model: VisionTransformer) -> list[dict[str, Any]]:
+    """Returns of each block's score what arrays do not show."""
+
+    def one(block: Block) -> dict[str, Any]:
+        settings, head_dim = block.attention.settings, block.attention.head_dim
+        score, identity, temperature = get_score(settings.score), settings.identity, "learned"
+        if settings.temperature != temperature:
+            temperature = float(settings.temperature)
+        return {
+            "score": score.name,
+            "scale": float(resolve_scale(score, settings.scale, head_dim)),
+            "temperature": temperature,
+            "identity": score.identity if identity is None else identity,
+        }
+
+    return [one(block) for block in model.blocks]
+
+
+def check_scores(model: VisionTransformer, weights: Weights) -> None:
+    """Compares scores of one kind in weights of this project; others may take each other's place.
+
+    Raises:
+      ValueError: they differ in scale, temperature or identity map.
+    """
+    if _SCORES not in weights.metadata:  # of an earlier version
+        return
+    said = _entry(weights.metadata[_SCORES], _SCORES)
+    for number, (own, got) in enumerate(zip(_scores_of(model), said, strict=False)):
+        for fact in own if own["score"] == got["score"] else ():
+            if own[fact] != got[fact]:
+                raise ValueError(
+                    f"expected weights of scores whose {fact} is {own[fact]} in block {number}, as "
+                    f"the model's, got {printable(got[fact])} by the entry {_SCORES}; set "
+                    f"config.model.{fact}, or choose other weights"
+                )
 
 
 def check_network(model: VisionTransformer, weights: Weights, names: str, patch_size: int) -> Grid:

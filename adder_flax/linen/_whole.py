@@ -132,6 +132,8 @@ class Block(TakesKeywords, Inside):
 class VisionTransformer(TakesKeywords, Inside):
     """Linen form of `adder_flax.models.VisionTransformer`; arguments and parameters as there.
 
+    Without `image_size` images are squares: parameters do not tell a rectangle from its turned one.
+
     >>> import jax
     >>> sizes = dict(patch_size=2, num_classes=10, width=16, depth=2, num_heads=2)
     >>> model = VisionTransformer(**sizes, score="adder")
@@ -140,11 +142,17 @@ class VisionTransformer(TakesKeywords, Inside):
     """
 
     of = models.VisionTransformer
-    sizes = staticmethod(
-        lambda images: dict(image_size=images.shape[1:3], channels=images.shape[3])
-    )
     settings: VitSettings = VitSettings()
     image_size: int | tuple[int, int] | None = None
     num_classes: int = 1000
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
+
+    def sizes(self, images: Array) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        height, width, channels = images.shape[1:]
+        if self.image_size is None and height != width:
+            raise ValueError(
+                f"expected image_size of a model of rectangles, got none and images of {height} × "
+                f"{width}; give image_size=({height}, {width})"
+            )
+        return {"image_size": (height, width), "channels": channels}

@@ -1,6 +1,7 @@
 """Optimizers by name, and what they share: schedule, clipping, decay, rates of parts."""
 
 import functools
+import math
 import operator
 import re
 from collections.abc import Callable
@@ -171,10 +172,31 @@ def _for_matrices(
 
     That includes prototypes: for distances an orthogonal or whitened step means nothing.
     """
-    adam = _adam(spec)
+    adam, stage = _adam(spec), _as_matrices(stage, spec.facts)
     return optax.partition(
         {"weight": stage, "prototype": adam, "other": adam}, spec.mask(operator.attrgetter("role"))
     )
+
+
+def _as_matrices(stage: optax.GradientTransformation, facts: Any) -> optax.GradientTransformation:
+    """A stage that sees kernels with several axes of inputs or outputs as the matrices they are."""
+    is_masked = lambda node: isinstance(node, optax.MaskedNode)
+
+    def flat(leaf: Any, of: Facts) -> Any:
+        if is_masked(leaf) or of.matrix == (1, 1):
+            return leaf
+        first = leaf.ndim - sum(of.matrix)
+        stack, inputs = leaf.shape[:first], leaf.shape[first : first + of.matrix[0]]
+        return leaf.reshape(*stack, math.prod(inputs), -1)
+
+    def matrices(tree: Any) -> Any:
+        return None if tree is None else jax.tree.map(flat, tree, facts, is_leaf=is_masked)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        new, state = stage.update(matrices(updates), state, matrices(params))
+        return jax.tree.map(lambda u, like: u.reshape(like.shape), new, updates), state
+
+    return optax.GradientTransformation(lambda params: stage.init(matrices(params)), update)
 
 
 def _adamw(spec: OptimizerSpec, *, nesterov: bool = False) -> optax.GradientTransformation:

@@ -194,6 +194,14 @@ def test_adder_product_is_two_additions_an_element(m, k, n):
     assert counted.bytes_moved <= 4 * (m * k + k * n + 3 * m * n)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_distance_by_hand_is_one_whatever_it_is_summed_in(dtype):
+    by_hand = lambda x, w: -jnp.abs(x[:, :, None] - w).sum(1)
+    counted = count_operations(by_hand, spec(2, 3, dtype=dtype), spec(3, 5, dtype=dtype))
+    assert counted.l1_elements == 2 * 3 * 5
+    assert counted.with_one_addition_per_l1_element().additions == 2 * 3 * 5
+
+
 def test_a_term_of_bytes_is_a_difference_of_bytes_and_a_wide_addition():
     counted = count_operations(ops.sad_matmul, spec(3, 4, dtype="uint8"), spec(4, 5, dtype="uint8"))
     assert counted.counts == {

@@ -93,6 +93,22 @@ def test_weights_that_were_written_come_back_the_same(names, options, tmp_path):
     assert all(np.array_equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.parametrize(
+    ("options", "others", "fact"),
+    [
+        (dict(temperature=3.0), {}, "temperature is 1.0 in block 0, as the model's, got 3.0"),
+        (ADDER, ADDER | dict(identity=False), "identity is False in block 0, .* got True"),
+        (ADDER | dict(scale="variance_matched"), ADDER, r"scale is 0\.5 in block 0"),
+    ],
+)
+def test_scores_of_one_kind_have_to_be_the_same_function(options, others, fact, tmp_path):
+    """Else the same arrays give other logits; a score of another kind is asked for on purpose."""
+    interop.save_weights(make(**options), tmp_path / "w")
+    with pytest.raises(ValueError, match=f"scores whose {fact}"):
+        interop.load_weights(make(**others), tmp_path / "w")
+    interop.load_weights(make(**options), tmp_path / "w")
+
+
 class WithBatchNorm(models.VisionTransformer):
     """A model of one's own, with statistics that are no parameters."""
 

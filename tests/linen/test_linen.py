@@ -296,6 +296,21 @@ def test_images_of_another_size_have_resized_positions():
     np.testing.assert_allclose(found, ours(larger), rtol=1e-6, atol=1e-6)
 
 
+def test_rectangles_need_the_size_that_positions_are_of():
+    """A turned one has as many patches, and the positions of others."""
+    module, wide = linen.VisionTransformer(**TINY), rows(3, 4, 8, 1)
+    with pytest.raises(ValueError, match=r"got none and images of 4 × 8; give image_size=\(4, 8\)"):
+        jax.eval_shape(module.init, jax.random.key(0), wide)
+    module = linen.VisionTransformer(**TINY, image_size=(4, 8))
+    params = module.init(jax.random.key(0), wide)["params"]
+    ours = models.VisionTransformer(**TINY, image_size=(4, 8), channels=1, rngs=nnx.Rngs(0))
+    nnx.update(ours, linen.to_nnx(params))
+    for images in (wide, rows(3, 8, 4, 1)):
+        np.testing.assert_allclose(
+            module.apply({"params": params}, images), ours(images), atol=1e-6
+        )
+
+
 def test_errors_say_what_was_expected():
     for options, message in (
         (dict(num_heads=3), "width divisible by num_heads, got width 8 and 3"),

@@ -355,7 +355,9 @@ def test_wide_numbers_do_not_widen_what_is_kept(stage):
         state = transform.init(gradient)
         for _ in range(3):
             update, state = transform.update(gradient, state)
-    assert {leaf.dtype for leaf in jax.tree.leaves((update, state.matrices))} == {np.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves((update, state.matrices))} == {
+        np.dtype("float32")
+    }
 
 
 @pytest.mark.slow
@@ -382,3 +384,35 @@ def test_layer_decay_knows_what_comes_first_or_says_that_it_does_not():
     assert found == {"stem": 0.25, "blocks": {"0": 0.5}, "norm": 0.5, "head": 1.0}
     with pytest.raises(RunError, match="got embed, whose depth"):
         optimizers.rate_factors({"embed": 1, "blocks": {"0": 1}, "head": 1}, settings)
+
+
+class _Shaped(nnx.Module):
+    """Layers of Flax whose kernels have several axes of inputs or outputs; or their matrices."""
+
+    def __init__(self, as_matrices, rngs):
+        linear = lambda rows, columns: nnx.Linear(rows, columns, rngs=rngs)
+        self.conv = linear(18, 5) if as_matrices else nnx.Conv(2, 5, (3, 3), rngs=rngs)
+        self.heads = linear(6, 8) if as_matrices else nnx.LinearGeneral(6, (2, 4), rngs=rngs)
+        out = lambda: nnx.LinearGeneral((2, 4), 6, axis=(-2, -1), rngs=rngs)
+        self.out = linear(8, 6) if as_matrices else out()
+
+
+@pytest.mark.parametrize("name", ["muon", "soap", "kl_shampoo"])
+def test_a_kernel_of_several_axes_is_the_matrix_that_its_layer_multiplies_by(name, settings):
+    rng = np.random.default_rng(0)
+    found = []
+    gradients = [rng.normal(size=(3, *shape)) for shape in ((18, 5), (6, 8), (8, 6))]
+    for as_matrices in (True, False):
+        model = _Shaped(as_matrices, nnx.Rngs(0))
+        params = jax.tree.map(jnp.ones_like, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        optimizer = optimizer_of(settings(name=name), lambda _: 1.0, parameter_facts(model))
+        state = optimizer.init(params)
+        for step in range(3):
+            given = jax.tree.map(jnp.zeros_like, params)
+            for layer, gradient in zip(("conv", "heads", "out"), gradients, strict=True):
+                shape = params[layer]["kernel"].shape
+                given[layer]["kernel"] = jnp.asarray(gradient[step].reshape(shape), jnp.float32)
+            updates, state = optimizer.update(given, state, params)
+        found.append([np.ravel(updates[layer]["kernel"]) for layer in ("conv", "heads", "out")])
+    for matrix, kernel in zip(*found, strict=True):
+        np.testing.assert_array_equal(kernel, matrix)
