@@ -118,14 +118,26 @@ def _outweighing(differences: Float[np.ndarray, " seed"]) -> Float[np.ndarray, "
 
 
 def _sign_flip_p(differences: Float[np.ndarray, " seed"]) -> float:
-    # Sums that are equal but for rounding are equal: flips that tie with what was seen count.
-    scale = np.abs(differences).max() or 1.0
+    differences = differences / (np.abs(differences).max() or 1.0)
+
+    def sign(chosen: np.ndarray, axis: int) -> np.ndarray:
+        # Sums that are zero but for rounding are zero: flips that tie with what was seen count.
+        total, size = ((chosen * d).sum(axis) for d in (differences, np.abs(differences)))
+        return np.where(np.abs(total) > 1e-9 * size, np.sign(total), 0.0)
+
+    def as_far(flipped: np.ndarray, axis: int) -> np.ndarray:
+        # Of what is kept, a, and what is flipped, b: |a - b| >= |a + b| where a b <= 0. So small
+        # differences are never added to a huge one that would swallow them.
+        kept = flipped == differences
+        return np.where(sign(kept, axis) * sign(~kept, axis) <= 0, 1.0, 0.0)
+
     tested = stats.permutation_test(
-        (differences / scale,),
-        lambda flipped, axis: np.round(flipped.mean(axis), 9),
+        (differences,),
+        as_far,
         permutation_type="samples",
         vectorized=True,
         n_resamples=99_999,  # all flips, of up to 16 pairs
+        alternative="greater",
         rng=np.random.default_rng(0),
     )
     return float(tested.pvalue)
@@ -248,6 +260,8 @@ def cost_ratios(
 ) -> dict[str, Float[np.ndarray, " instance"]]:
     """Returns how many times the cheapest arm's cost each is, infinite where it is not solved.
 
+    Where the cheapest costs nothing, what costs nothing has 1 and what costs something infinity.
+
     Example:
       >>> ratios = cost_ratios({"a": [1.0, 4.0], "b": [2.0, None]})
       >>> ratios["a"].tolist(), ratios["b"].tolist()
@@ -257,4 +271,6 @@ def cost_ratios(
     table[np.isnan(table)] = np.inf
     cheapest = table.min(axis=0)
     solved = np.where(np.isfinite(cheapest), cheapest, 1)
-    return dict(zip(costs, table / solved, strict=True))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.where(table == 0, 1.0, table / solved)
+    return dict(zip(costs, ratios, strict=True))

@@ -40,7 +40,7 @@ def describe(workdir: Path, *, each_block: bool) -> str:
     own, taught = _accuracy(run)(params), _accuracy(teacher)(teacher_params)
     compute = run.num_steps * facts(run)["step_operations"]
     compute /= teacher.num_steps * facts(teacher)["step_operations"]
-    rows = report.bypass(params, _accuracy(run), each_block=each_block)
+    rows = report.bypass(run.model(params), _accuracy(run), each_block=each_block)
     report.write_bypass(rows, own, workdir / "bypass.json")
     energy = facts(run)["joules"] / facts(teacher)["joules"]
     lines = [

@@ -45,6 +45,16 @@ def test_p_of_differences_that_never_tie():
     assert paired_difference(values, baseline).p_value == float(expected)
 
 
+@pytest.mark.parametrize("huge", [3e9, 1e17])
+@pytest.mark.parametrize(
+    "others", [(1, 2, 3, 1.5, 1.2), (1, -2, 3, 1, -1), (0, 0, 1, -3e5, 0.5), (2, -1, -1)]
+)
+def test_a_huge_difference_outweighs_the_others_but_does_not_hide_them(huge, others):
+    differences = [huge, *others]
+    expected = float(exact_p(list(map(Fraction, differences))))
+    assert paired_difference(differences, [0] * len(differences)).p_value == expected
+
+
 @pytest.mark.parametrize(
     ("of", "counts", "p_value"),
     [
@@ -170,6 +180,14 @@ def test_profiles_count_what_is_solved_within_a_factor():
     expected = {"a": [1, 1, 2, 2], "b": [1, 2, 2, 2], "c": [0, 0, 0, 1]}
     for name, solved in expected.items():
         np.testing.assert_allclose(profiles[name], np.array(solved) / 3)
+
+
+def test_nothing_is_as_cheap_as_nothing():
+    costs = {"a": [0.0, 4.0, 0.0], "b": [0.0, 2.0, 1.0], "c": [None, 2.0, None]}
+    ratios = {name: row.tolist() for name, row in compare.cost_ratios(costs).items()}
+    assert ratios == {"a": [1, 2, 1], "b": [1, 1, INF], "c": [INF, 1, INF]}
+    scores = {"a": (1 + 2 / 3 + 1) / 3, "b": 2 / 3, "c": 1 / 3}
+    assert compare.profile_scores(costs) == pytest.approx(scores)
 
 
 @pytest.mark.parametrize("largest", [True, False])

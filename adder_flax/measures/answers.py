@@ -13,11 +13,20 @@ def confusion_matrix(
 ) -> Int[np.ndarray, "true predicted"]:
     """Returns how many images of each class are taken for each class.
 
+    Numbers that are no class are a ValueError.
+
     >>> confusion_matrix(np.array([0, 0, 1]), np.array([0, 1, 1]), 2)
     array([[1, 1],
            [0, 1]])
     """
-    places = np.asarray(labels, np.int64) * classes + np.asarray(predicted)
+    pairs = np.stack([np.asarray(numbers, np.int64) for numbers in (labels, predicted)])
+    if ((pairs < 0) | (pairs >= classes)).any():
+        raise ValueError(
+            f"expected labels and predicted classes from 0 to {classes - 1}, got some from "
+            f"{pairs.min()} to {pairs.max()}; leave images of no class out, or give the number of "
+            "all classes"
+        )
+    places = pairs[0] * classes + pairs[1]
     return np.bincount(places, minlength=classes**2).reshape(classes, classes)
 
 

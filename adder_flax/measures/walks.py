@@ -20,15 +20,31 @@ from adder_flax.measures.maps import has_identity, stochastic_part
 def stationary_distribution(maps: Float[ArrayLike, "*batch n n"]) -> Float[np.ndarray, "*batch n"]:
     """The distribution π with π A = π; unique, since softmax leaves no transition at zero.
 
-    Solves (I − Aᵀ + 𝟏𝟏ᵀ) π = 𝟏, which has the one solution with Σ π = 1.
+    Where zeros part the tokens into several closed sets it is that of one of these. By the
+    elimination of Grassmann, Taksar and Heyman ("Regenerative analysis and steady state
+    distributions for Markov chains", Operations Research 33, 1985): it never subtracts, so that
+    each π_i has all its digits however sharp the map is.
 
     >>> stationary_distribution(np.array([[0.9, 0.1], [0.3, 0.7]])).round(12).tolist()
     [0.75, 0.25]
     """
-    maps = stochastic_part(maps)
-    size = maps.shape[-1]
-    ones = np.ones((*maps.shape[:-1], 1))
-    return np.linalg.solve(np.eye(size) - maps.mT + 1.0, ones)[..., 0]
+    return np.vectorize(_stationary_distribution, signature="(n,n)->(n)")(stochastic_part(maps))
+
+
+def _stationary_distribution(matrix: np.ndarray) -> np.ndarray:
+    matrix, smallest = matrix.copy(), np.finfo(np.float64).tiny
+    # Each state is left out of the walk on those before it: a step there goes on to where it leads.
+    for state in range(len(matrix) - 1, 0, -1):
+        leaving = matrix[state, :state]
+        onward = leaving / max(leaving.sum(), smallest)
+        matrix[:state, :state] += np.outer(matrix[:state, state], onward)
+    # And taken in again: as much flows into it as out of it.
+    found = np.ones(1)
+    for state in range(1, len(matrix)):
+        into, out = found @ matrix[:state, state], matrix[state, :state].sum()
+        out = out if into else 1.0  # nothing may flow either way
+        found = np.append(found * out, into) / (into + out)
+    return found
 
 
 def eigenvalues(maps: Float[ArrayLike, "*batch n n"]) -> Inexact[np.ndarray, "*batch n"]:

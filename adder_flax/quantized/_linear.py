@@ -92,8 +92,11 @@ class AdderLinear(nnx.Module):
             return sums if self.bias is None else sums + self.bias
         own = jax.tree.leaves(nnx.state(norm))
         dtype = jnp.result_type(inputs, *own) if self.dtype is None else self.dtype
-        normed = self.normed if is_fused(norm) else lambda x: norm(adder_linear(x, self.weights))
-        return normed(inputs).astype(dtype)
+        if is_fused(norm):
+            outputs = _nan_as(inputs, self.normed(inputs))
+        else:
+            outputs = norm(adder_linear(inputs, self.weights))
+        return outputs.astype(dtype)
 
     def normed(
         self,
@@ -104,7 +107,8 @@ class AdderLinear(nnx.Module):
     ) -> Float[Array, "*batch out_features"] | UInt8[Array, "*batch out_features"]:
         """The normalised sums in one pass, with GELU and as bytes of a next layer's grid if wished.
 
-        The norm takes off what is the same for all outputs, as an excess of the inputs is.
+        The norm takes off what is the same for all outputs, as an excess of the inputs is. Inputs
+        that are not finite have bytes like any others.
         """
         norm: Any = self.norm
         weights, features = self.weights, self.weights.packed.columns.shape[:1]
@@ -140,7 +144,8 @@ class Mlp(nnx.Module):
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "*batch in_features"]:
-        return self.fc2(self.fc1.normed(inputs, gelu=True, to=self.fc2.weights.grid))
+        outputs = self.fc2(self.fc1.normed(inputs, gelu=True, to=self.fc2.weights.grid))
+        return _nan_as(inputs, outputs)
 
 
 def is_fused(norm: Any) -> bool:
@@ -151,6 +156,11 @@ def is_fused(norm: Any) -> bool:
         and own.__call__ is layers.LayerNorm.__call__
         and layers.is_over_last_axis(norm)
     )
+
+
+def _nan_as(inputs: Array, outputs: Array) -> Array:
+    """Returns outputs with NaN where a row of inputs is not finite, of which no byte tells."""
+    return jnp.where(jnp.isfinite(inputs).all(-1, keepdims=True), outputs, jnp.nan)
 
 
 def _ends(grid: Grid) -> tuple[ArrayLike, ArrayLike, int]:

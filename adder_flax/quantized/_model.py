@@ -63,7 +63,11 @@ def quantize_model(model: nnx.Module, *inputs: Any, bits: int = 8) -> nnx.Module
 
     def layer_of(path: str, layer: layers.AdderLinear) -> AdderLinear:
         rows = np.concatenate(calls(path, "rows", 1))
-        return AdderLinear.from_layer(layer, rows[:: 1 + len(rows) // _MOST_ROWS], bits=bits)
+        # What learned with as many bits has the grid of them all. Else at random: every so many
+        # rows may be one and the same token of each example.
+        if layer.bits != bits and len(rows) > _MOST_ROWS:
+            rows = np.random.default_rng(0).choice(rows, _MOST_ROWS, replace=False)
+        return AdderLinear.from_layer(layer, rows, bits=bits)
 
     def grid_of(path: str, module: Any) -> Grid:
         heads = [calls(path, name, 3) for name in ("query", "key")]

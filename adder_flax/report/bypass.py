@@ -5,12 +5,15 @@ A network that was converted to another attention can learn to do without it, an
 """
 
 import functools
+import itertools
 import json
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from flax import nnx
 
 from adder_flax.files import write_whole
 
@@ -29,7 +32,7 @@ class Without(NamedTuple):
 
 
 def bypass(
-    params: Mapping[Any, Any], score: Callable[[Any], float], *, each_block: bool = True
+    model: Any, score: Callable[[Any], float], *, each_block: bool = True
 ) -> list[Without]:
     """Scores a transformer without all maps, all attention, and each branch of each block.
 
@@ -37,22 +40,35 @@ def bypass(
     last layer that gives zeros: changes of parameters alone, so one compiled function scores all.
 
     Args:
-      params: of a `VisionTransformer`, a nested dict.
-      score: of parameters, such as the accuracy on a split.
+      model: a `VisionTransformer`.
+      score: of its parameters, a nested dict, such as the accuracy on a split.
       each_block: whether to turn off the parts of each block by itself too, three scores a block.
 
+    Raises:
+      ValueError: one of these layers is an adder layer without a norm.
+
     Example:
-      >>> layer = lambda: {"kernel": np.ones((1, 1)), "bias": np.ones(1)}
-      >>> attention = {name: layer() for name in ("query", "key", "value", "out")}
-      >>> mlp = {"fc1": layer(), "fc2": layer()}
-      >>> params = {"blocks": {0: {"attention": attention, "mlp": mlp}}}
-      >>> ones = lambda params: float(params["blocks"][0]["attention"]["out"]["kernel"].sum())
-      >>> [(without.part, without.score) for without in bypass(params, ones, each_block=False)]
+      >>> from adder_flax.models import VisionTransformer
+      >>> sizes = dict(image_size=4, patch_size=2, channels=1, width=8, depth=1, num_heads=2)
+      >>> model = VisionTransformer(**sizes, rngs=nnx.Rngs(0))
+      >>> used = lambda params: float(params["blocks"][0]["attention"]["out"]["kernel"].any())
+      >>> [(without.part, without.score) for without in bypass(model, used, each_block=False)]
       [('maps', 1.0), ('attention', 0.0)]
     """
-    blocks = list(params["blocks"])
-    rows, each = [], [(part, block) for block in blocks for part in _LAYERS if each_block]
-    for part, block in [("maps", None), ("attention", None), *each]:
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    blocks, rows = list(params["blocks"]), []
+    each = [(part, block) for block in blocks for part in _LAYERS if each_block]
+    turned_off = [("maps", None), ("attention", None), *each]
+    for block, part in itertools.product(blocks, dict(turned_off)):
+        path = ".".join(_LAYERS[part])
+        layer = operator.attrgetter(path)(model.blocks[block])
+        # With weights of zero it says -Σ|x|.
+        if getattr(layer, "norm", layer) is None:
+            raise ValueError(
+                f"expected layers that zeros turn off, got an adder layer without a norm, "
+                f"blocks.{block}.{path}; train the model with one"
+            )
+    for part, block in turned_off:
         kept = ("bias",) if part == "maps" else ()  # it says the same of every token
         zeros = lambda name, array, kept=kept: array if name in kept else np.zeros_like(array)
         changed = params

@@ -1,6 +1,7 @@
 """What flows through a model: queries, keys and maps of its attention, tokens of its blocks."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -87,10 +88,13 @@ def capture(model: nnx.Module, *inputs: Any) -> Capture:
         "block": ["tokens", "normalized", "output"],
     }
     logits, records = recorder.record(wanted, model, *inputs)
-    around = {r.path: jax.tree.map(_wide, r.arrays) for r in records if r.kind == "block"}
-    blocks = tuple(_block(record, around) for record in records if record.kind == "attention")
-    tokens = [arrays["output"] for arrays in around.values()]
-    return Capture(blocks, tokens[-1] if tokens else None, _wide(logits))
+    blocks = tuple(
+        _block(record, records[index:])
+        for index, record in enumerate(records)
+        if record.kind == "attention"
+    )
+    outputs = [record.arrays["output"] for record in records if record.kind == "block"]
+    return Capture(blocks, _wide(outputs[-1]) if outputs else None, _wide(logits))
 
 
 def _wide(array: jax.Array) -> np.ndarray:
@@ -98,10 +102,13 @@ def _wide(array: jax.Array) -> np.ndarray:
     return np.asarray(array, np.promote_types(array.dtype, np.float32))
 
 
-def _block(record: Record, around: dict[str, dict[str, np.ndarray]]) -> BlockCapture:
+def _block(record: Record, after: Sequence[Record]) -> BlockCapture:
     query, key = _wide(record.arrays["query"]), _wide(record.arrays["key"])
     key = np.repeat(key, query.shape[-3] // key.shape[-3], axis=-3)
-    outside = (arrays for path, arrays in around.items() if record.path.startswith(f"{path}."))
-    tokens = map(next(outside, {}).get, ("tokens", "normalized"))
+    # A block reports at the end of its call: of a block that is called again and again it is the
+    # next report.
+    outside = (r for r in after if r.kind == "block" and record.path.startswith(f"{r.path}."))
+    arrays = next((r.arrays for r in outside), {})
+    around = {name: _wide(arrays[name]) for name in ("tokens", "normalized") if arrays}
     weights = _wide(attention_map(record))
-    return BlockCapture(record.path, record.facts["score"], query, key, weights, *tokens)
+    return BlockCapture(record.path, record.facts["score"], query, key, weights, **around)

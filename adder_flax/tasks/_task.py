@@ -64,7 +64,7 @@ def call_to_train(call: Callable[..., Any], *inputs: Any, rngs: nnx.Rngs) -> Any
         known = inspect.signature(call).parameters
     # What hands any keyword on takes both; layers of nnx.Sequential, which names rngs, need not.
     if "rngs" not in known and any(p.kind is p.VAR_KEYWORD for p in known.values()):
-        return call(*inputs, deterministic=False, rngs=rngs, **told)
+        return call(*inputs, **told | {"deterministic": False, "rngs": rngs})
     for name, value in _MODES.items():
         if name in known and known[name].default is value:
             raise ValueError(

@@ -1,6 +1,7 @@
 """A classifier's answers, against loops over them."""
 
 import numpy as np
+import pytest
 
 from adder_flax.measures import calibration, confusion_matrix
 
@@ -14,6 +15,12 @@ def test_confusions_are_counted_one_by_one():
     np.testing.assert_array_equal(confusion_matrix(labels, predicted, 7), table)
     narrow = confusion_matrix(np.array([1, 99], np.int8), np.array([1, 98], np.int8), 100)
     assert narrow[[1, 99], [1, 98]].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("label", "seen"), [(-1, 4), (0, 3), (3, 0), (2, -1)])
+def test_what_is_no_class_is_confused_with_none(label, seen):
+    with pytest.raises(ValueError, match="classes from 0 to 2, got some from"):
+        confusion_matrix(np.array([0, label]), np.array([1, seen]), 3)
 
 
 def test_calibration_goes_through_the_answers_bin_by_bin():

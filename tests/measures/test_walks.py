@@ -1,5 +1,7 @@
 """Markov chains whose answers are known."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
@@ -38,6 +40,46 @@ def test_random_walk_on_a_graph_visits_by_degree():
     walk = adjacency / degree[:, None]
     np.testing.assert_allclose(stationary_distribution(walk), degree / degree.sum())
     assert irreversibility(walk) == pytest.approx(0, abs=1e-12)
+
+
+def by_fractions(walk):
+    """π by Gauss and Jordan's elimination without rounding."""
+    size = len(walk)
+    rows = [[Fraction(value) for value in row] for row in walk]
+    rows = [[value / sum(row) for value in row] for row in rows]
+    # π (A − I) = 0 in all columns but the last, which says Σ π = 1.
+    equations = [[rows[i][j] - (i == j) for i in range(size)] + [0] for j in range(size - 1)]
+    equations.append([Fraction(1)] * (size + 1))
+    for k in range(size):
+        pivot = next(row for row in equations[k:] if row[k])
+        equations.remove(pivot)
+        pivot = [value / pivot[k] for value in pivot]
+        take = lambda row, k=k, pivot=pivot: [
+            a - row[k] * b for a, b in zip(row, pivot, strict=True)
+        ]
+        equations = [take(row) for row in equations]
+        equations.insert(k, pivot)
+    return [float(row[-1]) for row in equations]
+
+
+@pytest.mark.parametrize("spread", [1, 20, 50])
+def test_stationary_distribution_of_sharp_maps_has_all_its_digits(spread):
+    logits = np.random.default_rng(0).normal(size=(3, 8, 8)) * spread
+    walks = np.exp(logits - logits.max(-1, keepdims=True))
+    walks /= walks.sum(-1, keepdims=True)
+    found = stationary_distribution(walks)
+    np.testing.assert_allclose(found, list(map(by_fractions, walks)), rtol=1e-12)
+    assert np.isfinite(diffusion_map(walks)).all()
+
+
+def test_a_walk_stays_where_it_does_not_leave():
+    """Tokens that it leaves for good have π = 0; of two that it never leaves, one has all of it."""
+    last, first = [[0.5, 0.5, 0], [0, 0, 1], [0, 1, 0]], [[0, 1, 0], [1, 0, 0], [0.5, 0, 0.5]]
+    found = stationary_distribution(np.array([last, first]))
+    np.testing.assert_allclose(found, [[0, 0.5, 0.5], [0.5, 0.5, 0]], atol=1e-15)
+    apart = np.eye(2)
+    np.testing.assert_array_equal(stationary_distribution(apart) @ apart, [1, 0])
+    assert mixing_time(apart) == -1
 
 
 def test_cycle_has_its_known_spectrum():

@@ -179,6 +179,32 @@ def test_a_grid_reaches_as_far_as_all_calls(kind):
         assert error(quantized.quantize_model(model, *inputs), model, *inputs) < 0.05
 
 
+@pytest.mark.parametrize("count", [64, 500])
+def test_a_grid_is_chosen_by_all_tokens_of_many_examples(count):
+    """Of a grid of patches whose first and last columns are blank."""
+    tokens = nnx.Rngs(1).normal((count, 8, 8, 8)).at[:, :, ::7].set(0).reshape(count, 64, 8)
+    model = Calls(layers.AdderLinear(8, 8, rngs=nnx.Rngs(0)))
+    assert error(quantized.quantize_model(model, tokens), model, tokens) < 0.05
+
+
+def test_a_layer_that_learned_in_few_bits_has_the_grid_of_all_its_inputs():
+    """As many as no grid is chosen by; but for halves, its integers then say what it says."""
+    inputs = nnx.Rngs(1).normal((5000, 8)).at[1::2].multiply(0.3).at[::50].multiply(2)
+    model = Calls(layers.AdderLinear(8, 8, bits=4, norm=None, rngs=nnx.Rngs(0)))
+    few = quantized.quantize_model(model, inputs, bits=4)
+    assert np.isclose(few(inputs), model(inputs), atol=1e-4).mean() > 0.99
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("make", [layers.AdderLinear, layers.Mlp])
+def test_inputs_that_are_no_numbers_give_none_as_they_do_before(make, number):
+    how = {} if make is layers.AdderLinear else {"linear": layers.AdderLinear}
+    model, inputs = Calls(make(8, 8, rngs=nnx.Rngs(0), **how)), nnx.Rngs(1).normal((50, 8))
+    few, wrong = quantized.quantize_model(model, inputs), inputs.at[3, 2].set(number)
+    np.testing.assert_array_equal(np.isnan(few(wrong)), np.isnan(model(wrong)))
+    np.testing.assert_array_equal(few(wrong)[4:], few(inputs)[4:])
+
+
 def test_layers_in_lists_and_dictionaries_are_exchanged():
     class Holder(nnx.Module):
         def __init__(self):

@@ -3,7 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from adder_flax import layers
 from adder_flax.attention import capture_attention
 from adder_flax.models import VisionTransformer
 from adder_flax.report import capture
@@ -34,6 +36,26 @@ def test_captured_blocks_reproduce_the_forward_pass(options):
     np.testing.assert_allclose(seen.map, weights, atol=1e-5)
     np.testing.assert_allclose(captured.path[2], after, atol=1e-4)
     np.testing.assert_allclose(captured.path[1], seen.tokens)
+
+
+def test_each_call_of_a_shared_block_has_its_own_tokens():
+    class Again(nnx.Module):
+        def __init__(self):
+            self.block = layers.Block(16, 2, rngs=nnx.Rngs(0))
+
+        def __call__(self, tokens):
+            for _ in range(3):
+                tokens = self.block(tokens)
+            return tokens
+
+    model, path = Again(), [np.random.default_rng(0).normal(size=(2, 5, 16)).astype(np.float32)]
+    for _ in range(3):
+        path.append(np.asarray(model.block(jnp.asarray(path[-1]))))
+    captured = capture(model, path[0])
+    np.testing.assert_allclose(captured.path, path, atol=1e-5)
+    for seen, tokens in zip(captured.blocks, path[:3], strict=True):
+        normalized = model.block.norm1(jnp.asarray(tokens))
+        np.testing.assert_allclose(seen.normalized, normalized, atol=1e-5)
 
 
 def test_capture_leaves_the_model_as_it_was_and_gives_arrays_that_linear_algebra_takes():

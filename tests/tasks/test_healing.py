@@ -198,7 +198,7 @@ def test_a_bypass_makes_maps_uniform_and_turns_branches_off():
         model = make(**options)
         graphdef, params = nnx.split(model, nnx.Param)
         score = lambda changed, graphdef=graphdef: sums(nnx.merge(graphdef, changed))
-        rows = report.bypass(nnx.to_pure_dict(params), score)
+        rows = report.bypass(model, score)
         found[linear] = {(row.part, row.block): row.score for row in rows}
         uniform = sums(with_uniform_maps(model))
         np.testing.assert_allclose(found[linear]["maps", None], uniform, rtol=1e-4)
@@ -208,6 +208,16 @@ def test_a_bypass_makes_maps_uniform_and_turns_branches_off():
     layer.kernel[...], layer.bias[...] = 0 * layer.kernel[...], 0 * layer.bias[...]
     np.testing.assert_allclose(found["dense"]["MLP", 1], sums(silent), rtol=1e-5)
     assert found["dense"]["attention", 0] != found["dense"]["attention", None]
+
+
+@pytest.mark.parametrize(
+    ("layer", "named"),
+    [("qkv", "attention.key"), ("proj", "attention.out"), ("mlp", "mlp.fc2")],
+)
+def test_a_layer_that_zeros_do_not_turn_off_is_refused(layer, named):
+    model = make(**{f"{layer}_linear": "adder"}, adder_options={"norm": None})
+    with pytest.raises(ValueError, match=f"without a norm, blocks.0.{named}"):
+        report.bypass(model, lambda params: 0.0)
 
 
 @pytest.mark.slow
