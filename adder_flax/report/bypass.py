@@ -31,9 +31,7 @@ class Without(NamedTuple):
     score: float
 
 
-def bypass(
-    model: Any, score: Callable[[Any], float], *, each_block: bool = True
-) -> list[Without]:
+def bypass(model: Any, score: Callable[[Any], float], *, each_block: bool = True) -> list[Without]:
     """Scores a transformer without all maps, all attention, and each branch of each block.
 
     Maps are made uniform by keys that are the same for every token, branches are turned off by a
