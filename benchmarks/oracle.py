@@ -56,27 +56,34 @@ _ADAM = tuple({"learning_rate": rate} for rate in (1e-2, 3e-2, 1e-1, 3e-3, 1e-3,
 _LARGER = tuple({"learning_rate": 3 * trial["learning_rate"]} for trial in _ADAM)
 
 
-def _clipped(name: str, preset: float) -> tuple[dict[str, Any], ...]:
+def _clipped(name: str, preset: float, clips: Sequence[float]) -> tuple[dict[str, Any], ...]:
     """Trials of the damping that is the preset, and of a smaller one."""
     of = {"name": name, "learning_rate": 1e-2, f"{name}.step": "clip"}
-    pairs = itertools.product((3e-3, 3e-2, 3e-1), (preset, 1.0))
+    pairs = itertools.product(clips, (preset, 1.0))
     return tuple(of | {f"{name}.damping": d, f"{name}.kl_clip": c} for c, d in pairs)
 
 
-ARMS: dict[str, tuple[dict[str, Any], ...]] = {
-    "adamw": _ADAM,
-    "muon": _LARGER,
-    "soap": tuple(trial | {"b1": 0.95, "b2": 0.95} for trial in _ADAM),
-    "kl_shampoo": tuple(trial | {"b2": 0.98} for trial in _ADAM),
-    "kfac, rms": tuple({"name": "kfac"} | trial for trial in _LARGER),
-    "kfac, clip": _clipped("kfac", 10.0),
-    "cg_fac": tuple(trial | {"cg_fac.iterations": 10} for trial in _clipped("cg_fac", 100.0)),
-    "algorithm_1": tuple(
-        {"name": "cg_fac", "cg_fac.step": "algorithm_1"}
-        | {"cg_fac.damping": gamma, "cg_fac.learning_rate": rate}
-        for gamma, rate in itertools.product((1e-2, 1e-1), (0.3, 1.0, 0.1))
-    ),
-}
+def arms_of(network: str) -> dict[str, tuple[dict[str, Any], ...]]:
+    """Returns the trials of each arm."""
+    # The loss of an autoencoder is a sum over pixels.
+    clips = (3e-3, 3e-2, 3e-1) if network == "autoencoder" else (1e-4, 1e-3, 1e-2)
+    cg_fac = _clipped("cg_fac", 100.0, clips)
+    return {
+        "adamw": _ADAM,
+        "muon": _LARGER,
+        "soap": tuple(trial | {"b1": 0.95, "b2": 0.95} for trial in _ADAM),
+        "kl_shampoo": tuple(trial | {"b2": 0.98} for trial in _ADAM),
+        "kfac, rms": tuple({"name": "kfac"} | trial for trial in _LARGER),
+        "kfac, clip": _clipped("kfac", 10.0, clips),
+        "cg_fac": tuple(trial | {"cg_fac.iterations": 10} for trial in cg_fac),
+        "algorithm_1": tuple(
+            {"name": "cg_fac", "cg_fac.step": "algorithm_1"}
+            | {"cg_fac.damping": gamma, "cg_fac.learning_rate": rate}
+            for gamma, rate in itertools.product((1e-2, 1e-1), (0.3, 1.0, 0.1))
+        ),
+    }
+
+
 ORACLE_DAMPINGS = (1e-2, 1.0)
 
 
@@ -239,7 +246,7 @@ def measure(name: str, steps: int, trials: int) -> list[dict[str, Any]]:
     config = make_config(name)
     network = make_network(build(config, steps, {"name": "adamw"}))
     arms, kept = [], {}
-    for arm, choices in ARMS.items():
+    for arm, choices in arms_of(name).items():
         begun, tried = time.perf_counter(), []
         for fields in choices[:trials]:
             losses, points = train(build(config, steps, {"name": arm} | fields), network)
