@@ -194,7 +194,7 @@ def _convolved(eqn: Any, axis: int, *_: Any) -> int | Place:
 
 
 _REDUCTIONS = "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum"
-_ALONG_AN_AXIS = "cumlogsumexp cummax cummin cumprod cumsum split"
+_ALONG_AN_AXIS = "cumlogsumexp cummax cummin cumprod cumsum split top_k"
 _MOVES: dict[str, Callable[..., int | Place]] = {
     "reshape": _reshaped,
     "transpose": lambda eqn, axis, *_: eqn.params["permutation"].index(axis),

@@ -127,6 +127,13 @@ def own_rows(p, x):
     return dense(p, "h", jnp.tanh(dense(p, "a", x))[jnp.arange(N), last])
 
 
+def pruned(p, x):
+    """So do the tokens of each that score highest."""
+    hidden = jnp.tanh(dense(p, "a", x))
+    _, kept = jax.lax.top_k(hidden.sum(-1), 2)
+    return dense(p, "h", hidden[jnp.arange(N)[:, None], kept])
+
+
 DEALT = "it gets rows by computed indices"
 NOT_NEIGHBOURS, NO_EXAMPLE = "rows of an example are not neighbours", "it depends on no example"
 NETWORKS = [
@@ -140,6 +147,7 @@ NETWORKS = [
     (recurrent_by_hand, {}),
     (queries, {"a": NO_EXAMPLE}),
     (own_rows, {}),
+    (pruned, {}),
 ]
 WITH_EXPERTS = [
     (experts_choose, {"a": DEALT}),
