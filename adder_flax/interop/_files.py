@@ -100,7 +100,8 @@ def load_weights(model: VisionTransformer, path: str | Path) -> tuple[str, ...]:
     or one for another number of classes. The position embedding is resized where the grid of
     patches differs, in the way of the project whose names the file has; LayerScale (DeiT III)
     becomes part of the layers that it scales; scale and temperature of dot products are taken up by
-    the queries.
+    the queries. In this project's own names they, and the identity map, have to be the model's
+    where the score is.
 
     Names and shapes are compared before any data are read, and so is what they do not tell: the
     number of heads, the activation, the norms, the pooling and the grid of patches, which stand in
