@@ -88,7 +88,7 @@ def weights_of(model: nnx.Module, names: str, statistics: Statistics | None = No
         params = _with_plain_scores(network, params)
     arrays = to_arrays(params, names, channels=network.image_shape[-1])
     # Hugging Face's reader insists on the first entry.
-    metadata = {"format": "pt"} | as_metadata(network, statistics)
+    metadata = {"format": "pt"} | as_metadata(network, names, statistics)
     return safetensors.numpy.save(arrays, metadata=metadata)
 
 
@@ -211,12 +211,12 @@ def _read(model: VisionTransformer, path: str | Path) -> tuple[dict[str, np.ndar
         match = Match(weights.shapes, shapes, channels=channels)
         grid = check_network(model, weights, names, model.image_shape[0] // model.grid[0])
         match.check_positions(grid)  # before anything large is read
+        if names == "adder_flax":
+            check_scores(model, weights)
         arrays = {name: weights.read(name) for name in match.arrays}
         like = "torch" if names in ("hugging_face", "transformers_5") else "timm"
         found = match.parameters(arrays, grids=(grid, model.grid), like=like)
-        if names == "adder_flax":
-            check_scores(model, weights)
-        else:
+        if names != "adder_flax":
             found |= _with_own_scores(model, found)
         as_type = lambda name, array: _as_type(array, params[name].dtype, match.places[name].name)
         converted = {name: as_type(name, array) for name, array in found.items()}

@@ -75,10 +75,13 @@ def network_of(model: VisionTransformer) -> Network:
     )
 
 
-def as_metadata(model: VisionTransformer, statistics: Statistics | None) -> dict[str, str]:
+def as_metadata(
+    model: VisionTransformer, names: str, statistics: Statistics | None
+) -> dict[str, str]:
     """Returns the entries of a file's header that tell the facts of a model and of its images."""
     entries = {METADATA: json.dumps(network_of(model)._asdict())}
-    entries[_SCORES] = json.dumps(_scores_of(model))
+    if names == "adder_flax":  # in others' the queries have taken up what is told here
+        entries[_SCORES] = json.dumps(_scores_of(model))
     if statistics is not None:
         entries[_IMAGES] = json.dumps(dict(zip(("mean", "std"), statistics, strict=True)))
     return entries
@@ -89,14 +92,12 @@ def _scores_of(model: VisionTransformer) -> list[dict[str, Any]]:
 
     def one(block: Block) -> dict[str, Any]:
         settings, head_dim = block.attention.settings, block.attention.head_dim
-        score, identity, temperature = get_score(settings.score), settings.identity, "learned"
-        if settings.temperature != temperature:
-            temperature = float(settings.temperature)
+        score, temperature = get_score(settings.score), settings.temperature
         return {
             "score": score.name,
             "scale": float(resolve_scale(score, settings.scale, head_dim)),
-            "temperature": temperature,
-            "identity": score.identity if identity is None else identity,
+            "temperature": temperature if temperature == "learned" else float(temperature),
+            "identity": score.identity if settings.identity is None else settings.identity,
         }
 
     return [one(block) for block in model.blocks]

@@ -1,7 +1,6 @@
 """What a run will take, known before it starts: its step is compiled for a topology and not run."""
 
 import dataclasses
-import inspect
 import math
 import re
 import time
@@ -15,6 +14,7 @@ from adder_flax import ops
 from adder_flax.counting.operations import Operations, count_operations
 from adder_flax.training import sharding
 from adder_flax.training.program import Run, abstract_batch, trace
+from adder_flax.training.step import method_of
 from adder_flax.training.topology import GIB, compiler_options, memory_bytes
 
 _STATE_NAMES = {
@@ -144,8 +144,8 @@ def step_operations(run: Run) -> Operations:
         run.train_step, run.abstract_state, abstract_batch(run), run.abstract_hyper
     )
     model = run.model(run.abstract_state["params"])
-    stages: Any = getattr(model, "stages", None)
-    stages = stages() if inspect.ismethod(stages) else ()  # which other models call their layers
+    changes = method_of(model, "stages")
+    stages = changes() if changes else ()
     if not stages:
         return whole
     counts: dict[tuple[str, str], float] = dict(whole.counts)

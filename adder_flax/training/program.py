@@ -114,7 +114,7 @@ class Program:
         build = functools.partial(self.build_model, numbers)
         model = jax.eval_shape(lambda: nnx.split(_built_from(build, keys)))
         merged = nnx.merge(*model)
-        if numbers["model"] and not hasattr(merged, "set_data"):
+        if numbers["model"] and not step.method_of(merged, "set_data"):
             raise RunError(
                 f"expected a method set_data of {type(merged).__name__}, whose settings declare "
                 f"{', '.join(sorted(numbers['model']))} with data=, got none: runs would share the "

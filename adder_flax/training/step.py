@@ -8,6 +8,7 @@ runs of one program differ: seed, rates, lengths. A step is made of its parts fr
 traced.
 """
 
+import inspect
 import operator
 import zlib
 from collections.abc import Callable, Mapping
@@ -140,39 +141,17 @@ def make_train_step(
                 refresh=optimizer.refresh(state["opt_state"]),
             )
 
-        # The update. What knows of steps that are not sound keeps its state as it forms it: to
-        # choose here would be another pass over old and new.
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         sound = finite if skip_non_finite else finite & (state["skipped"] == 0)
-        is_guarded = lambda node: isinstance(node, _GUARDED)
-        old, structure = jax.tree.flatten(state["opt_state"], is_leaf=is_guarded)
-        # A line search hands on to the loss what it does not know.
-        if curved or any(map(is_guarded, old)):
-            extra["sound"] = sound
-        if not curved:
-            optimizer = optax.with_extra_args_support(optimizer)
-        updates, opt_state = optimizer.update(grads, state["opt_state"], params, **extra)
-        chosen = [
-            after if is_guarded(before) else optax.tree.where(sound, after, before)
-            for after, before in zip(structure.flatten_up_to(opt_state), old, strict=True)
-        ]
-
+        updates, opt_state, kept = _updates(optimizer, grads, state, sound, extra)
         new = {"params": optax.apply_updates(params, updates)}
         if model_state:
             new["model_state"] = model_state
-        # The running average. That of a short history would be dominated by the initial weights:
-        # its decay grows to its value.
-        if is_on(parts.ema_decay):
-            decay = jnp.minimum(parts.ema_decay, (1 + state["step"]) / (10 + state["step"]))
-            for name in tuple(new):
-                new[f"ema_{name}"] = _moved(new[name], state[f"ema_{name}"], 1 - decay)
-        elif "ema_params" in state:
-            averaged = _schedule_free_state(opt_state)
-            new["ema_params"] = optax.contrib.schedule_free_eval_params(averaged, new["params"])
+        new |= _averages(new, state, opt_state, parts.ema_decay)
         new = {name: optax.tree.where(sound, value, state[name]) for name, value in new.items()}
         new["step"], new["skipped"] = state["step"] + 1, state["skipped"] + ~finite
-        return new | {"opt_state": structure.unflatten(chosen)}, {
+        return new | {"opt_state": kept}, {
             "loss": loss,
             "grad_norm": grad_norm,
             # The optimizer's own count has no step that was left out.
@@ -185,6 +164,44 @@ def make_train_step(
         }
 
     return train_step
+
+
+def _updates(
+    optimizer: Any, grads: Any, state: State, sound: Array, extra: dict[str, Any]
+) -> tuple[Any, Any, Any]:
+    """Returns updates, the optimizer's state behind them, and what is kept of it and of the old.
+
+    What knows of steps that are not sound keeps its state as it forms it: to choose here would be
+    another pass over old and new.
+    """
+    is_guarded = lambda node: isinstance(node, _GUARDED)
+    old, structure = jax.tree.flatten(state["opt_state"], is_leaf=is_guarded)
+    curved = isinstance(optimizer, CurvatureOptimizer)
+    # A line search hands on to the loss what it does not know.
+    if curved or any(map(is_guarded, old)):
+        extra = extra | {"sound": sound}
+    if not curved:
+        optimizer = optax.with_extra_args_support(optimizer)
+    updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"], **extra)
+    kept = [
+        after if is_guarded(before) else optax.tree.where(sound, after, before)
+        for after, before in zip(structure.flatten_up_to(opt_state), old, strict=True)
+    ]
+    return updates, opt_state, structure.unflatten(kept)
+
+
+def _averages(new: State, state: State, opt_state: Any, ema_decay: float | Array) -> State:
+    """Returns the averages of what a step gives, by name; none where none are kept."""
+    if is_on(ema_decay):
+        # That of a short history would be dominated by the initial weights: its decay grows to its
+        # value.
+        decay = jnp.minimum(ema_decay, (1 + state["step"]) / (10 + state["step"]))
+        moved = lambda name: _moved(new[name], state[f"ema_{name}"], 1 - decay)
+        return {f"ema_{name}": moved(name) for name in new}
+    if "ema_params" in state:
+        averaged = _schedule_free_state(opt_state)
+        return {"ema_params": optax.contrib.schedule_free_eval_params(averaged, new["params"])}
+    return {}
 
 
 def step_keys(seed: int | Array, step: Array | int) -> tuple[Array, Array]:
@@ -317,6 +334,12 @@ def evaluation_params(state: State) -> Any:
     return joined(averaged("params"), averaged("model_state"))
 
 
+def method_of(model: nnx.Module, name: str) -> Callable[..., Any] | None:
+    """Returns what a model has under the name of a method of this project's, not its layers."""
+    found = getattr(model, name, None)
+    return found if inspect.ismethod(found) else None
+
+
 def make_loss_fn(
     skeleton: "Skeleton", task: Task, model_settings: Any = None, progress: float | Array = 1.0
 ) -> Callable[..., Outcome]:
@@ -324,10 +347,10 @@ def make_loss_fn(
 
     def loss(params: Any, examples: Any, key: Array, model_state: Any = None) -> Outcome:
         model: Any = skeleton.merge(joined(params, model_state), key)
-        if model_settings is not None and hasattr(model, "set_data"):
-            model.set_data(model_settings)
-        if hasattr(model, "anneal"):
-            model.anneal(progress)
+        if model_settings is not None and (set_data := method_of(model, "set_data")):
+            set_data(model_settings)
+        if anneal := method_of(model, "anneal"):
+            anneal(progress)
         outcome = task.loss(model, examples, rngs=nnx.Rngs(dropout=key))
         return outcome._replace(model_state=skeleton.carried_by(model))
 
